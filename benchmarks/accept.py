@@ -1,14 +1,14 @@
-"""``flexcp accept`` rehearsed in a box: nodes are network namespaces with names of their own, each with its torchrun.
+"""``flexcp accept`` rehearsed in a box: nodes are network namespaces with their own names, each with its own torchrun.
 
     sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --strategies ring,blocks
     sudo python benchmarks/accept.py --nodes 3 --ranks 1 --mbit 400 --throttle 1:20         # node 1's link: 20 Mbit/s
     sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --cluster cpu:1x4    # a wrong node map
 
-What follows ``--`` goes to ``flexcp accept``. Every node's link carries ``--mbit`` each way, which is what the cluster
-is said to have. Prints what the first node's torchrun prints, and ends with its exit code. Needs root and iproute2;
-without them it says so and ends with 0.
+Options after ``--`` go to ``flexcp accept``. Every node's link carries ``--mbit`` in each direction, and the cluster is
+described with that speed. Prints what the first node's torchrun prints, and ends with its exit code. Needs root and
+iproute2; without them it says so and ends with 0.
 
-Ranks of one GPU need no box: on a machine with a GPU,
+Ranks that share one GPU need no box; on a machine with a GPU:
 
     torchrun --nproc-per-node 2 -m flexcp accept --cluster h200:2x1 --rehearsal
 """
@@ -29,13 +29,13 @@ from flexcp.cost import CostModel
 from lib.box import STORE_PORT, Network
 
 INSIDE_MBPS = 10
-"""What ranks of a node are said to reach over loopback: little,
-because they share this machine's cores with all others.
+"""The speed that the cluster states for ranks of a node, which use loopback: low,
+because all ranks share this machine's cores.
 """
 
 
 def main() -> None:
-    """Run accept in a box."""
+    """Run ``flexcp accept`` in a box."""
     parser = box_parser(__doc__, nodes=2, mbit=400, repeats=1)
     parser.add_argument("--throttle", help="NODE:MBIT, a node whose link is slower than it should be")
     parser.add_argument("--folder", type=Path, help="keep accept.json and accept.html here")
@@ -63,9 +63,7 @@ def main() -> None:
 
 
 def _launched(network: Network, node: int, ranks: int, commands: list[str]) -> subprocess.Popen[bytes]:
-    """torchrun on a node. The static rendezvous takes addresses,
-    where others look names up that only the nodes have.
-    """
+    """Start torchrun on a node. The static rendezvous uses addresses; others look up names that only the nodes know."""
     launcher = (
         f"{sys.executable} -m torch.distributed.run --nnodes {network.nodes} --node-rank {node} --nproc-per-node "
         f"{ranks} --master-addr {network.address(0)} --master-port {STORE_PORT} --local-addr {network.address(node)} "

@@ -1,18 +1,19 @@
-"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain.
+"""``auto`` against static methods, simulated: its gain, and how much of the possible gain that is.
 ``make auto`` writes docs/results/auto.md.
 
 A *setting* is a cluster, a number of tokens a rank, a mask, and whether attention alone or a whole step of llama3-8b is
-timed. In each, batches of seven length distributions and three seeds are planned by ``auto`` and by every static
-method, and the event simulator times them. For each batch there are
+timed. In each setting, batches of seven length distributions and three seeds are planned by ``auto`` and by every
+static method, and timed by the event simulator. For each batch there are
 
 - four *baselines*: the best static method of the batch, and the one fixed for the run (chosen on the batches of the
-  other seeds), each with documents dealt by tokens and by load; a method stands for the degree that the closed form
-  finds best;
-- the *floor*, which no placement is faster than: all compute divided perfectly over the ranks, or what must move,
-  whichever takes longer;
-- the *share of the gap closed*: (best static of the batch by tokens - auto) / (the same - floor).
+  other seeds), each with documents dealt by tokens and by load; a method is taken with the degree that is best by the
+  closed form;
+- the *floor*, a lower bound for every placement: all compute divided perfectly over the ranks, or the unavoidable
+  communication, whichever takes longer;
+- the *share of the gap closed*: (best static of the batch by tokens - auto) / (best static of the batch by tokens -
+  floor).
 
-Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends
+If a static method of a batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this script ends
 with an error. Everything but planning times is *simulated*; no time here was measured on GPUs.
 """
 
@@ -54,7 +55,7 @@ LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video", "hal
 SEEDS = (0, 1, 2)
 MOST_BEHIND = 0.005
 HEADROOM = 1.01
-"""Shares of a gap are told where the best static method takes at least so many times the floor."""
+"""Shares of a gap are given only if the best static method takes at least this many times the floor."""
 MASKS: dict[str, Mask] = {
     "causal": causal(),
     "lambda": lambda_(),
@@ -67,20 +68,20 @@ INTRODUCTION = """
 cost model `{cost}`, llama3-8b (32 / 8 heads of 128), whole steps under FSDP or attention alone, {distributions}
 distributions of lengths, {seeds} seeds. *half* is one document of half of all tokens among web documents. *Headroom*:
 the best static method of the batch, documents dealt by tokens, over the floor, which is perfectly divided compute or
-what must move, whichever takes longer. *Share of the gap closed*: of the time between the two, what `auto` saves; the
-mean over batches with a headroom of at least {headroom}. The next four columns are the time of a static method over
-that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training run has; *fixed for
-the run*, the fastest over the batches of the other seeds; *by tokens* as Megatron-Core, DeepSpeed and torchtitan deal
-documents to groups, *by load* as WLB-LLM does. *Worst of the batch* is the least speed-up over either. *Dynamic* is how
-often `auto` took no static method. {ahead}
+unavoidable communication, whichever takes longer. *Share of the gap closed*: the share of the time between the two that
+`auto` saves; the mean over batches with a headroom of at least {headroom}. The next four columns are the time of a
+static method over that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training
+run can use; *fixed for the run*, the fastest over the batches of the other seeds; *by tokens* as Megatron-Core,
+DeepSpeed and torchtitan deal documents to groups, *by load* as WLB-LLM does. *Worst of the batch* is the least speed-up
+over either. *Dynamic* counts the batches for which `auto` chose no static method. {ahead}
 """
 PLANNING = (("h100:1x8", 8192), ("h100:4x8", 8192), ("h100:8x8", 8192), ("h100:32x8", 32_768))
-"""Clusters and tokens a rank of the table of planning times."""
+"""Clusters and tokens a rank for the table of planning times."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where batches are planned and timed."""
+    """The cluster, tokens, mask and kind of time for which batches are planned."""
 
     cluster: str
     tokens: int
@@ -108,14 +109,14 @@ SETTINGS = [*CAUSAL, *(Setting("h100:4x8", 8192, mask) for mask in list(MASKS)[1
 
 
 def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
-    """Documents of so many tokens; ``half`` is one document of half of them among web documents."""
+    """Return document lengths with this many tokens; ``half`` is one document of half of them among web documents."""
     if name == "half":
         return [tokens // 2, *draw_lengths("web", tokens - tokens // 2, seed)]
     return draw_lengths(name, tokens, seed)
 
 
 class Batch:
-    """One batch of a setting; what is asked of a strategy is found once."""
+    """One batch of a setting; times of strategies are computed once and kept."""
 
     def __init__(self, setting: Setting, lengths: str, seed: int) -> None:
         self.setting = setting
@@ -132,13 +133,13 @@ class Batch:
         return [m.name for m in (*methods, *dealt_by_load(methods, self.request))]
 
     def predicted(self, name: str) -> int | None:
-        """Nanoseconds by the closed form, None where the strategy refuses."""
+        """Return the nanoseconds by the closed form, or None if the strategy refuses."""
         if name not in self._predicted:
             self._predicted[name] = _predicted(self.request, name)
         return self._predicted[name]
 
     def simulated(self, name: str) -> int:
-        """Nanoseconds by events."""
+        """Return the nanoseconds by the event simulator."""
         if name not in self._simulated:
             _, plan = planned(self.request, name, search=False)
             found = simulate(plan, training=self.setting.experiment.training)
@@ -147,14 +148,14 @@ class Batch:
 
     @cached_property
     def auto(self) -> tuple[int, str]:
-        """Nanoseconds of what ``auto`` took, and its name."""
+        """Nanoseconds and name of ``auto``'s choice."""
         plan = auto_plan(self.request)
         found = simulate(plan, training=self.setting.experiment.training)
         return found.attention_ns if found.step is None else found.step.total_ns, plan.strategy
 
     @cached_property
     def floor(self) -> int:
-        """Nanoseconds that no placement is faster than."""
+        """A lower bound, in nanoseconds, for every placement."""
         asked, batch = self.request, self.request.batch
         known = (asked.shape, asked.cluster, asked.cost)
         passes = [
@@ -168,8 +169,8 @@ class Batch:
         return max(compute, sum(layers * bound.link for layers, bound in passes))
 
     def best(self, dealing: str, others: Sequence[Batch] = ()) -> tuple[int, str]:
-        """The fastest static method: of the batch, or the one that ``others`` choose together,
-        in this batch's nanoseconds.
+        """Return nanoseconds and name of the fastest static method of this batch;
+        with ``others``, of the method that is fastest on those batches.
         """
         judges = list(others) or [self]
         found = []
@@ -201,7 +202,7 @@ def _predicted(request: Request, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor,
+    """One batch: ``auto``'s choice, the baselines in the order of ``BASELINES``, and the floor,
     all in simulated nanoseconds.
     """
 
@@ -214,23 +215,23 @@ class Cell:
 
     @property
     def gains(self) -> list[float]:
-        """Over each baseline."""
+        """Speed-ups of ``auto`` over each baseline."""
         return [ns / self.auto[0] for ns, _ in self.baselines]
 
     @property
     def headroom(self) -> float:
-        """What a perfect placement would gain over the first baseline."""
+        """The first baseline over the floor: the gain of a perfect placement."""
         return self.baselines[0][0] / self.floor
 
     @property
     def share(self) -> float:
-        """Of the gap between the first baseline and the floor, what ``auto`` closed."""
+        """The share of the gap between the first baseline and the floor that ``auto`` closed."""
         static = self.baselines[0][0]
         return (static - self.auto[0]) / (static - self.floor)
 
     @property
     def broken(self) -> list[str]:
-        """Static methods of the batch that are ahead."""
+        """Messages about static methods of the batch that are clearly faster than ``auto``."""
         where = f"{self.setting.words}, {self.lengths}, seed {self.seed}"
         behind = [(self.auto[0] / ns - 1, name) for ns, name in self.baselines[:2]]
         return [
@@ -239,7 +240,7 @@ class Cell:
 
 
 def cells_of(setting: Setting, lengths: str, seeds: Sequence[int] = SEEDS) -> list[Cell]:
-    """A cell for each seed; the method of a run is chosen on the other seeds."""
+    """Return a cell for each seed; the method fixed for the run is chosen on the other seeds."""
     batches = {seed: Batch(setting, lengths, seed) for seed in seeds}
     found = []
     for seed, batch in batches.items():
@@ -254,7 +255,7 @@ def cells_of(setting: Setting, lengths: str, seeds: Sequence[int] = SEEDS) -> li
 
 
 def summary(name: str, cells: Sequence[Cell]) -> list[str]:
-    """A row for some cells."""
+    """Return a table row for some cells."""
     shares = [cell.share for cell in cells if cell.headroom >= HEADROOM]
     gains = list(zip(*(cell.gains for cell in cells), strict=True))
     means = [statistics.geometric_mean(each) for each in gains]
@@ -271,7 +272,7 @@ def summary(name: str, cells: Sequence[Cell]) -> list[str]:
 
 
 def summaries(cells: Sequence[Cell]) -> list[str]:
-    """A row for each setting, and for all causal ones together."""
+    """Return a table with a row for each setting, and one for all causal settings together."""
     heads = ["setting", "batches", "headroom", "share of the gap closed", *BASELINES, "worst of the batch", "dynamic"]
     rows = []
     for step in (True, False):
@@ -287,8 +288,8 @@ def summaries(cells: Sequence[Cell]) -> list[str]:
 
 
 def by_lengths(cells: Sequence[Cell]) -> list[str]:
-    """A row for each setting, a column for each distribution:
-    the mean gain over the best static method of the batch, what was taken.
+    """Return a table with a row for each setting and a column for each distribution:
+    the mean gain over the best static method of the batch, and what ``auto`` chose.
     """
     names = list(dict.fromkeys(cell.lengths for cell in cells))
     rows = []
@@ -303,13 +304,13 @@ def by_lengths(cells: Sequence[Cell]) -> list[str]:
 
 
 def planning_times(clusters: Sequence[tuple[str, int]], lengths: Sequence[str], repeats: int = 3) -> list[str]:
-    """Measured: milliseconds of process time of one plan by ``auto``, the least of some repeats."""
+    """Measure the milliseconds of process time of one plan by ``auto``, the least of some repeats."""
     rows = []
     for where, tokens in clusters:
         times = []
         for name in lengths:
             request = Batch(Setting(where, tokens), name, 0).request
-            auto_plan(request)  # compiled code is loaded before anything is timed
+            auto_plan(request)  # loads compiled code before anything is timed
             mine = []
             for _ in range(repeats):
                 begin = time.process_time()
@@ -321,7 +322,7 @@ def planning_times(clusters: Sequence[tuple[str, int]], lengths: Sequence[str], 
 
 
 def ahead_words(cells: Sequence[Cell]) -> str:
-    """In how many batches a static method is ahead, and in which."""
+    """Return a sentence on the batches in which a static method is faster."""
     broken = [what for cell in cells for what in cell.broken]
     if not broken:
         return f"In no batch is a static method more than {MOST_BEHIND:.1%} faster than `auto`."
@@ -330,7 +331,7 @@ def ahead_words(cells: Sequence[Cell]) -> str:
 
 
 def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the page."""
     words = INTRODUCTION.format(
         date=date.today().isoformat(),
         machine=platform.machine(),
@@ -349,7 +350,7 @@ def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
             *summaries(cells),
             "## By lengths",
             "",
-            "Mean speed-up over the best static method of the batch by tokens, and what `auto` took.",
+            "Mean speed-up over the best static method of the batch by tokens, and what `auto` chose.",
             "",
             *by_lengths(cells),
             "## Planning time",
@@ -363,7 +364,7 @@ def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Make the tables and write them; exit 1 when a static method is ahead."""
+    """Make the tables and write them; exit with 1 if a static method is faster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", default="", help="settings whose words contain this")

@@ -1,14 +1,14 @@
-"""Attention beside a transfer, slot by slot of real plans: measured on one GPU, and what the simulator's rule says.
+"""Attention beside a transfer, for slots of real plans: measured on one GPU, and predicted by the simulator's rule.
 
     python benchmarks/beside_gpu.py --make slots.pkl                   on any machine: the fullest slot of some plans
     python benchmarks/beside_gpu.py --slots slots.pkl --write x.json   on a GPU: measure at every margin
     python benchmarks/beside_gpu.py --judge x.json                     on any machine: measured over simulated
 
-Of every plan the slot and rank in which work and transfer are largest together, as the executor runs it: its work lists
-one after the other, and before them, on a stream of high priority, a copy that takes as long as the plan's transfer
-does by the cost model, by as many blocks as such a transfer has (:mod:`flexcp.measure.kernels.margin`). Work and copy
-alone are measured too; the rule is given those two and the cost model's row of contention, and must say how long both
-take together, under the plan's margin.
+For every plan the slot and rank are taken in which work and transfer are largest together. They run as in the executor:
+the work lists one after the other, and before them, on a stream of high priority, a copy. The copy takes as long as the
+cost model says of the plan's transfer, and has as many blocks as such a transfer
+(:mod:`flexcp.measure.kernels.margin`). Work and copy are also measured alone. From these two times and the cost model's
+row of contention, the rule has to predict how long both take together, with the plan's margin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARGINS = (0, 4, 8, 16, 24)
 
 
 def main() -> None:
-    """Make, measure or judge."""
+    """Make slots, measure them, or judge measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--make", type=Path)
     parser.add_argument("--slots", type=Path)
@@ -44,14 +44,14 @@ def main() -> None:
     if asked.make:
         asked.make.write_bytes(pickle.dumps(full_slots()))
     elif asked.slots:
-        # Written by --make, by the same user: nothing of a stranger's is unpickled.
+        # The file was written by --make, by the same user, so unpickling it is safe.
         asked.write.write_text(json.dumps([measured(slot) for slot in pickle.loads(asked.slots.read_bytes())]))
     else:
         print(table(json.loads(asked.judge.read_text())))
 
 
 def full_slots() -> list[dict[str, Any]]:
-    """The fullest slot of each plan, forward and backward."""
+    """Return the fullest slot of each plan, forward and backward."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
     from flexcp.executor.run.rank_program import rank_program
@@ -102,7 +102,7 @@ def full_slots() -> list[dict[str, Any]]:
 
 
 def measured(slot: dict[str, Any]) -> dict[str, Any]:
-    """A slot's work and transfer, alone and together, at every margin."""
+    """Time a slot's work and transfer, alone and together, at every margin."""
     from functools import partial
 
     import torch
@@ -134,9 +134,7 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(slots: list[dict[str, Any]]) -> str:
-    """Measured over simulated, of work and transfer, under the margin that the cost model
-    of today chooses for the slot.
-    """
+    """Return a table of measured over simulated times, with the margin that today's cost model chooses for the slot."""
     from flexcp.cost import CostModel
 
     lines = [
@@ -151,7 +149,7 @@ def table(slots: list[dict[str, Any]]) -> str:
             (together_ns(work, copied, row, slot["backward"]), row)
             for row in CostModel().rows_beside(slot["where"] == "across")
         ]
-        # As plans choose: who is done first, then who slows work least.
+        # The same order as in plans: what is done first, then what slows work least.
         said, row = min(times, key=lambda each: (max(each[0]), each[0][0]))
         got = rows[row.margin]
         lines.append(
@@ -163,7 +161,7 @@ def table(slots: list[dict[str, Any]]) -> str:
 
 
 def together_ns(work: int, transfer: int, row: Any, backward: bool) -> tuple[float, float]:
-    """When work and a transfer that begin together are done, by the simulator's rule: (work, transfer)."""
+    """Return when work and a transfer that begin together are done, by the simulator's rule: (work, transfer)."""
     slow, alone = row.compute(backward)
     linked, computed = transfer * 1000 / row.link, work * slow / 1000
     if linked >= computed:

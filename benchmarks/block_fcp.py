@@ -1,14 +1,14 @@
-"""Block-level FCP's ring and ablation, simulated, and its setting;
+"""The ring and the ablation of block-level FCP, simulated, and its setting;
 ``papers_fcp.py`` has its figures with `fcp` and ``auto``.
 
-Repeats: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
-bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128 GPUs.
+Same as published: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean
+16K), bimodal (16K and 64K) and equal; efficiency relative to one GPU; the ablation at 128 GPUs.
 
-Differs: the preset ``h20`` (8 a node, 25 GB/s a rank across) and the analytic cost model. The length of "equal"
-documents is not published: several are shown. For the ablation their placement (blocks of 4K dealt by area, equal
-tokens) is ``minheap:4096``; pipelining is the overlap of stages, rounds and coalescing are this simulator's; their last
-step, the reshuffle, changes the layout outside attention. *Efficiency* is useful FLOPs over those of the same kernels
-on one rank that has all of its documents whole.
+Different: the preset ``h20`` (8 a node, 25 GB/s a rank across) and the analytic cost model. The length of "equal"
+documents is not published, so several are shown. In the ablation their placement (blocks of 4K dealt by area, equal
+tokens) is ``minheap:4096``; pipelining is the overlap of stages; rounds and coalescing are this simulator's. Their last
+step, the reshuffle, changes the layout outside attention and is left out. *Efficiency* is useful FLOPs over those of
+the same kernels on one rank that has all of its documents whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from simulated import Experiment, off, simulations, table
 
 SHAPE = Shape(64, 8, 128, 128)
 COST = CostModel("h20", forward_efficiency=800, backward_efficiency=720)
-"""An H20 has little peak and reaches most of it: their MFU of 0.75 at an efficiency of 93 % is a kernel at 0.80."""
+"""An H20 has a low peak and reaches most of it: their MFU of 0.75 at an efficiency of 93 % means a kernel at 0.80."""
 A_GPU = 32_768
 COUNTS = (16, 32, 64, 128, 256)
 RING = {16: 0.696, 256: 0.273}
@@ -36,18 +36,18 @@ ABLATION = (
 
 
 def machine(ranks: int) -> Cluster:
-    """H20-like nodes of 8."""
+    """Return H20-like nodes of 8."""
     return cluster("h20", ranks // 8, 8)
 
 
 def efficiency(s: Simulation, backward: bool | None = None) -> float:
-    """Time of the batch on one such rank / (ranks x time): row tiles are paid for on both sides."""
+    """Return the time of the batch on one such rank / (ranks x time); both include row tiles."""
     ways = (False, True) if backward is None else (backward,)
     return sum(s.bounds(way).compute for way in ways) / sum(s.pass_ns(way) for way in ways)
 
 
 def ring_absolutes(counts: tuple[int, ...] = COUNTS) -> list[str]:
-    """A zig-zag ring over all ranks with equal lengths, beside the published efficiency."""
+    """Return a table of a zig-zag ring over all ranks with equal lengths, beside the published efficiency."""
     rows = []
     for length in (32_768, 65_536, 131_072):
         texts = []
@@ -63,7 +63,7 @@ def ring_absolutes(counts: tuple[int, ...] = COUNTS) -> list[str]:
 
 
 def ablation() -> list[str]:
-    """MFU forward at 128 GPUs with one rule after the other."""
+    """Return a table of the forward MFU at 128 GPUs, with one rule added after the other."""
     rows = []
     for name in ("lognormal16k", "bimodal"):
         lengths = draw_lengths(name, 128 * A_GPU, 0)
@@ -76,7 +76,7 @@ def ablation() -> list[str]:
 
 
 def sample() -> float:
-    """One cell, for CI: efficiency of auto on 16 ranks with short batches."""
+    """Return one cell, for CI: efficiency of auto on 16 ranks with short batches."""
     where = Experiment(machine(16), SHAPE, COST)
     found = simulations(where.compare(draw_lengths("bimodal", 16 * 8192, 0), ["auto"]), ["auto"])
     return efficiency(found["auto"])

@@ -1,16 +1,17 @@
-"""A cluster in a box, measured: steps of attention over slow links, beside compute and communication alone.
+"""A cluster in a box, measured: steps of attention over slow links, compared with compute and communication alone.
 
     sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 200 --gflops 20    # every rank paced at 20 GFLOP/s
     sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 50 --real          # real kernels on this machine's cores
 
-Ranks are network namespaces, a rank's network port carries ``--mbit`` each way, messages are real TCP
-(benchmarks/lib/box.py). By default compute is paced, because ranks that share two cores wait for each other as devices
-of a cluster do not; ``--real`` runs the CPU kernel, calibrates the planner on it, and compares results. A row marked
-"no relays" is the placement above it with every key straight from its owner.
+Ranks are network namespaces, a rank's network port carries ``--mbit`` in each direction, and messages are real TCP
+(benchmarks/lib/box.py). By default compute is paced, because ranks that share two cores wait for each other, which
+devices of a cluster do not. ``--real`` runs the CPU kernel, calibrates the planner on it, and compares results. A row
+marked "no relays" is the placement above it with every key sent straight from its owner.
 
-Columns: MB between nodes and step, as planned and as the links counted (headers included); milliseconds of the slowest
-rank in the fastest of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two;
-the step over the first row's. Needs root and iproute2; without them it says so and ends with exit code 0.
+Columns: MB between nodes in a step, planned and counted by the links (headers included); milliseconds of the slowest
+rank in the fastest of ``--repeats`` for compute alone, communication alone and the step; the step over the longer of
+the two; the step over that of the first row. Needs root and iproute2; without them it says so and ends with exit code
+0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lib.box import Box
 from lib.step_time import Arrays, StepPart, difference, slowest_ms, time_steps
 
 DTYPE = "float32"
-# Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a
+# Only attention is timed, so a token costs nothing else. Starting a pass through Python and gloo takes a fraction of a
 # millisecond.
 COST = CostModel(
     "box",
@@ -52,7 +53,7 @@ PARTS: tuple[StepPart, ...] = ("compute", "communication", "whole")
 
 
 def main() -> None:
-    """Measure what is asked for and print a table."""
+    """Measure the requested plans and print a table."""
     parser = box_parser(__doc__, nodes=2, mbit=200, repeats=3)
     parser.add_argument("--gflops", type=float, default=20.0, help="speed of a paced device")
     parser.add_argument("--real", action="store_true", help="compute with the CPU kernel instead")
@@ -64,7 +65,7 @@ def main() -> None:
     asked = parsed(parser)
     if asked is None:
         return
-    signal.signal(signal.SIGTERM, _end)  # so that the box is taken down
+    signal.signal(signal.SIGTERM, _end)  # so that the box is removed
     with Box(asked.nodes, asked.ranks) as box:
         gflops = _real_gflops(box, asked) if asked.real else asked.gflops
         machine = box_cluster(asked, round(gflops * 1000 / PEAK_PERMILLE[DTYPE]) or 1)
@@ -106,7 +107,7 @@ def _planner(asked: argparse.Namespace, machine: Cluster, strategy: str) -> Plan
 
 
 def _measured(box: Box, plan: Plan, asked: argparse.Namespace) -> tuple[str, float, Arrays | None]:
-    """A row of the table without its ends, the step's milliseconds, and results where they are real."""
+    """Return the middle cells of a table row, the step's milliseconds, and the results of real kernels."""
     gflops = None if asked.real else asked.gflops
     ms = {}
     for part in PARTS:
@@ -124,7 +125,7 @@ def _measured(box: Box, plan: Plan, asked: argparse.Namespace) -> tuple[str, flo
 
 
 def _real_gflops(box: Box, asked: argparse.Namespace) -> float:
-    """What the CPU kernel does on one rank while all are busy: forward and backward of one document each."""
+    """Return the GFLOP/s of the CPU kernel on one rank while all are busy with a document each."""
     machine = cluster("cpu", asked.nodes, asked.ranks)
     plan = _planner(asked, machine, "dp")([2048] * machine.ranks, causal())
     work = int(plan.work().max()) * 7 * 2 * asked.head_dim

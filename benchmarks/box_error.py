@@ -1,17 +1,17 @@
-"""Predicted against measured steps in the box: every strategy, at three loads of the links.
+"""Predicted and measured steps in the box: every strategy, at three loads of the links.
 
     make box                                                     # an idle machine with two cores: a quarter of an hour
     sudo python benchmarks/box_error.py --batches mixed --loads 0.5 --strategies "ring zigzag groups"
 
 Ranks are network namespaces on one machine (benchmarks/lib/box.py). Their ports are limited and their kernels paced, so
-that they are devices of a cluster (benchmarks/lib/box_machine.py), and messages, packing, merging and all of Python are
-real. Ports, sleeps and hosts are measured first (benchmarks/lib/box_calibration.py), on other messages and other
-batches; with these the event simulator predicts every step before it is run, forward and backward of attention, all
-ranks starting together in each. Nothing is fitted to a step.
+that they behave like devices of a cluster (benchmarks/lib/box_machine.py); messages, packing, merging and all of Python
+are real. Ports, sleeps and hosts are measured first (benchmarks/lib/box_calibration.py), with other messages and
+batches. From these the event simulator predicts every step before it is run: forward and backward of attention, with
+all ranks starting together in each. Nothing is fitted to a step.
 
-``--write`` writes the page of results, and the errors for ``flexcp`` to state (src/flexcp/known_errors/errors.json),
-which only a run of everything on an idle machine may. Needs root and iproute2; without them it says so and ends with
-exit code 0.
+``--write`` writes the page of results. It also records the errors that ``flexcp`` prints
+(src/flexcp/known_errors/errors.json) after a complete run on an idle machine. Needs root and iproute2; without them it
+says so and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ BATCHES = {
     "one": (4096,),
 }
 CALIBRATION = (1500, 800, 640, 420, 333, 210, 120, 73)
-"""The batch that hosts are measured on."""
+"""The batch on which hosts are measured."""
 CALIBRATION_STRATEGIES = ("zigzag", "allgather", "ulysses", "blocks", "groups", "minheap:256", "zigzag:2")
 UNLIMITED = Port(1000, 500_000, ((), ()))
-"""Stands for ports until they are measured; only what moves is read from plans that are made with it."""
+"""A placeholder until ports are measured; plans made with it are used only for the bytes they move."""
 
 
 def main() -> None:
-    """Calibrate, predict, measure, compare."""
+    """Calibrate, predict, measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _command(asked: argparse.Namespace) -> str:
-    """What was run: everything, or some of it."""
+    """Return the command that was run, with its options if they are not the defaults."""
     whole = {"batches": BATCHES, "loads": map(str, LOADS), "strategies": STRATEGIES}
     parts = [
         f'--{name} "{getattr(asked, name)}"' for name, every in whole.items() if getattr(asked, name) != " ".join(every)
@@ -114,7 +114,7 @@ def _command(asked: argparse.Namespace) -> str:
 
 
 def _host(box: Box, asked: argparse.Namespace) -> Host:
-    """What hosts do, on plans of another batch."""
+    """Measure the work of hosts, on plans of another batch."""
     nothing = Host(0, 0, 0, 1000, ((), ()))
     machine = paced_machine(asked.nodes, asked.ranks, CALIBRATION, asked.seconds, (UNLIMITED, UNLIMITED), nothing)
     return measure_host(box, list(machine.plans(CALIBRATION, CALIBRATION_STRATEGIES).values()))
@@ -123,7 +123,7 @@ def _host(box: Box, asked: argparse.Namespace) -> Host:
 def _steps(
     box: Box, asked: argparse.Namespace, batch: str, load: float, host: Host, calibrated: list[Calibrated]
 ) -> Iterator[BoxStep]:
-    """All strategies on one batch and one machine."""
+    """Yield the measured and predicted steps of all strategies on one batch and machine."""
     lengths, names = BATCHES[batch], asked.strategies.split()
     size = (asked.nodes, asked.ranks, lengths, asked.seconds)
     guess = paced_machine(*size, (UNLIMITED, UNLIMITED), host)

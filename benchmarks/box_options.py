@@ -1,5 +1,5 @@
-"""What the benchmarks in a box share: the options that say which box, the end where none can be made,
-and the cluster it is.
+"""Common parts of the benchmarks in a box: the options for its size, the check whether it can be made,
+and its cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lib.box import why_not
 
 
 def box_parser(text: str | None, nodes: int, mbit: int, repeats: int) -> argparse.ArgumentParser:
-    """A parser that knows the size of the box, its links' speed and how often to measure."""
+    """Return a parser with options for the size of the box, the speed of its links and the number of repeats."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=nodes)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
@@ -21,7 +21,7 @@ def box_parser(text: str | None, nodes: int, mbit: int, repeats: int) -> argpars
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
-    """What is asked for; None, after saying why, where no box can be made."""
+    """Return the parsed options; None, after printing the reason, if no box can be made."""
     asked = parser.parse_args()
     missing = why_not()
     if missing:
@@ -31,6 +31,6 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
 
 
 def box_cluster(asked: argparse.Namespace, gflops: int) -> Cluster:
-    """The box as planners see it, with ranks of this bf16 peak."""
+    """Return the box as planners see it, with ranks of this bf16 peak."""
     inter = max(1, asked.mbit // 8)
     return Cluster("box", asked.nodes, asked.ranks, gflops, intra_mbps=1000, inter_mbps=inter, latency_ns=500_000)

@@ -1,4 +1,4 @@
-"""Tables of predicted beside measured steps, and the page of results that ``box_error.py`` writes."""
+"""Tables of predicted and measured steps, and the page of results that ``box_error.py`` writes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lib.record_errors import record_errors
 from simulated import table
 
 BUSY = 0.5
-"""A load average over this is no idle machine's."""
+"""A machine with a load average above this is not idle."""
 ROW_HEADS = ("batch", "load", "strategy", "communication / compute", "measured ms", "predicted ms", "error")
 
 
 def step_errors(steps: Sequence[BoxStep]) -> Errors:
-    """How far predictions are from steps."""
+    """Return the errors of predicted steps."""
     return errors([step.predicted_ms for step in steps], [step.measured_ms for step in steps])
 
 
@@ -33,7 +33,7 @@ def _by_load(steps: Sequence[BoxStep]) -> list[tuple[str, list[BoxStep]]]:
 
 
 def summary(steps: Sequence[BoxStep]) -> list[str]:
-    """Errors and order at each load."""
+    """Return a table of errors and order at each load."""
     rows = []
     for load, some in _by_load(steps):
         off, found, late = step_errors(some), order(some), regrets(some)
@@ -52,13 +52,13 @@ def summary(steps: Sequence[BoxStep]) -> list[str]:
 
 
 def machine_words(busy: float) -> str:
-    """The machine, and whether it was idle."""
+    """Describe the machine, and whether it was idle."""
     idle = "idle" if busy <= BUSY else f"not idle: load average {busy:.1f} before it began"
     return f"{os.cpu_count()} cores ({platform.machine()}), {idle}"
 
 
 def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host, busy: float, command: str) -> str:
-    """The page of results."""
+    """Return the page of results."""
     ports = [
         [
             c.batch,
@@ -75,17 +75,18 @@ def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host,
         "# A cluster in a box, predicted and measured",
         "",
         f"**Measured against simulated**, by `{command}` on {date.today().isoformat()}: {machine_words(busy)}. Four "
-        "ranks in two nodes are processes with a network namespace each, which talk over real TCP (gloo) through ports "
-        f"limited by `tc`: one across nodes, and one inside the node that is {INSIDE} times as fast. A rank's kernel "
-        "is paced: it waits as long as a device of a stated speed would compute. Everything else is what training "
-        "runs: plans, messages, packing, merging, Python. Ports, waits and hosts are measured first, on other messages "
-        "and another batch; then the event simulator predicts each step, and it is run. Nothing is fitted to a step.",
+        "ranks in two nodes are processes, each with its own network namespace. They communicate over real TCP "
+        f"(gloo) through ports limited by `tc`: one across nodes, and one inside the node that is {INSIDE} times as "
+        "fast. A rank's kernel is paced: it sleeps as long as a device of a stated speed would compute. Everything "
+        "else is as in training: plans, messages, packing, merging, Python. Ports, sleeps and hosts are measured "
+        "first, with other messages and another batch; then the event simulator predicts each step, and the step is "
+        "run. Nothing is fitted to a step.",
         "",
         f"A step is attention forward and backward ({SHAPE.heads} / {SHAPE.kv_heads} heads of {SHAPE.head_dim}, "
-        f"{SHAPE.dtype}, causal), all ranks starting together in each; the slowest rank in the fastest repeat. The "
-        "*load* is the time for which the busiest port is busy over the time for which the slowest rank computes, of "
-        "the median strategy; *communication / compute* is the same of each. "
-        "Strategies that come to one plan share a row.",
+        f"{SHAPE.dtype}, causal), with all ranks starting together in each; its time is that of the slowest rank in "
+        "the fastest repeat. The *load* is the time that the busiest port is busy over the compute time of the "
+        "slowest rank, for the median strategy; *communication / compute* is the same ratio for each strategy. "
+        "Strategies with the same plan share a row.",
         "",
         "## How far off",
         "",
@@ -110,7 +111,7 @@ def _port(each: Calibrated, name: str) -> list[str]:
 
 
 def record(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], busy: float) -> None:
-    """State the errors for flexcp to print, if the machine was idle."""
+    """Record the errors that flexcp prints, if the machine was idle."""
     if busy > BUSY:
         print(
             f"errors are not recorded: load average {busy:.1f} before it began, and an idle machine has at most {BUSY}"

@@ -1,10 +1,11 @@
-"""The closed form that ``auto`` is scored by (flexcp/schedule/predict.py) against the event simulator, on whole steps.
+"""The closed form by which ``auto`` compares placements (flexcp/schedule/predict.py) against the event simulator,
+on whole steps.
 
     python benchmarks/closed_form.py
 
-Both have the same cost model and neither has contention, so what differs is the form: ranks that wait for each other's
-work, ports that several stages or ranks want at once. Prints every case and the errors by strategy; then attention
-alone in DCP's setting (dcp.py), where the network is slow and nothing else hides it.
+Both use the same cost model without contention, so the differences come from the form: ranks that wait for each other's
+work, and ports that several stages or ranks need at once. Prints every case and the errors by strategy; then attention
+alone in DCP's setting (dcp.py), where the network is slow and no other layer hides it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def main() -> None:
 
 
 def attention_alone() -> None:
-    """Closed form over events, attention forward and backward, 4x8 A100 with a network port for each rank."""
+    """Print closed form over events for attention, forward and backward,
+    on 4x8 A100 with a network port for each rank.
+    """
     print("\n| mask | lengths | strategy | events ms | closed form / events |\n| --- | --- | --- | --- | --- |")
     where = replace(dcp.MICRO, rules=Rules(contention=False))
     for mask, rule in dcp.MASKS.items():
@@ -80,7 +83,7 @@ def attention_alone() -> None:
 
 
 def by_strategy(found: dict[str, list[tuple[float, float]]]) -> None:
-    """The errors of each strategy."""
+    """Print the errors of each strategy."""
     print("\n| strategy | median error | 90th percentile | worst |\n| --- | --- | --- | --- |")
     for name, pairs in found.items():
         e = errors([p for p, _ in pairs], [m for _, m in pairs])

@@ -1,4 +1,4 @@
-"""What the data pipeline promises, measured: ``make data`` writes docs/results/data.md.
+"""The promises of the data pipeline, measured; ``make data`` writes docs/results/data.md.
 
     resume     a training run killed with signal 9 at twenty random moments, on one rank and on two, against one that
                is not disturbed
@@ -7,7 +7,7 @@
     million    1,000,000 document lengths: time to the first batch, memory over an epoch
     fuzz       100,000 mutated plan files (benchmarks/fuzz_plans.py)
 
-Each part runs in a process of its own; ``--part NAME`` runs one and prints its numbers as JSON, ``--quick`` takes a
+Each part runs in its own process. ``--part NAME`` runs one part and prints its numbers as JSON; ``--quick`` runs a
 sample.
 """
 
@@ -37,7 +37,7 @@ import numpy as np
 
 
 def resume(quick: bool) -> dict[str, Any]:
-    """Kills on one and on two ranks; lines that differ must be none."""
+    """Kill runs on one and on two ranks and compare their steps with undisturbed runs; none may differ."""
     from lib.resume import disturbed, undisturbed
 
     kills = 2 if quick else 10
@@ -59,7 +59,7 @@ def resume(quick: bool) -> dict[str, Any]:
 
 
 class Sized:
-    """Map-style, lengths known, tokens that cost nothing to make."""
+    """A map-style dataset with known lengths and tokens that cost nothing to make."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
@@ -72,7 +72,7 @@ class Sized:
 
 
 def _lengths(count: int) -> np.ndarray:
-    """Long-tailed, around 500 tokens."""
+    """Draw long-tailed lengths around 500 tokens."""
     drawn = np.random.default_rng(0).lognormal(5.7, 1.0, count)
     return np.clip(drawn.astype(np.int64), 1, 16_384)
 
@@ -84,7 +84,7 @@ def _planner(strategy: str = "blocks") -> Any:
 
 
 def planners(quick: bool) -> dict[str, Any]:
-    """Kill a planner process every other second, and compare the samples."""
+    """Kill a planner process every other second, and compare the samples with those of an undisturbed loader."""
     from flexcp.data import Loader
 
     data = Sized(_lengths(2_000 if quick else 20_000))
@@ -115,7 +115,9 @@ def planners(quick: bool) -> dict[str, Any]:
 
 
 def waits(quick: bool) -> dict[str, Any]:
-    """The loop sleeps for its work; planning is slowed by sleeping too, so that the machine's cores do not matter."""
+    """Measure how long a loop waits for plans. Work and slow planning are sleeps,
+    so that the machine's cores do not matter.
+    """
     from flexcp.data import Loader
     from lib.slow_planner import SlowPlanner
 
@@ -152,7 +154,7 @@ def waits(quick: bool) -> dict[str, Any]:
 
 
 def million(quick: bool) -> dict[str, Any]:
-    """Start and memory of an epoch of many documents."""
+    """Measure start and memory of an epoch of many documents."""
     from flexcp.data import Loader
 
     count = 50_000 if quick else 1_000_000
@@ -179,12 +181,12 @@ def million(quick: bool) -> dict[str, Any]:
 
 
 def _memory() -> float:
-    """Resident megabytes of this process."""
+    """Return the resident megabytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
 def fuzz(quick: bool) -> dict[str, Any]:
-    """The fuzzer is a program of its own."""
+    """Run the fuzzer, which is a program of its own."""
     command = [sys.executable, str(Path(__file__).with_name("fuzz_plans.py")), "--json"]
     command += ["--count", "2000" if quick else "100000"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -204,7 +206,7 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 
 def table(results: dict[str, dict[str, Any]], quick: bool) -> str:
-    """The page."""
+    """Return the page."""
     import torch
 
     lines = [
@@ -241,7 +243,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 def main() -> int:
-    """Run the parts, print the table, write it; 1 when a promise is broken."""
+    """Run the parts, print the table and write it; returns 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, help="run one part here and print JSON")
     parser.add_argument("--quick", action="store_true", help="a sample of everything")

@@ -1,7 +1,7 @@
-"""All simulated experiments, one after the other. ``make experiments`` writes docs/results/experiments.md.
+"""All simulated experiments, one after the other; ``make experiments`` writes docs/results/experiments.md.
 
-Each has a script of its own beside this one that says what it repeats and where its setting differs. Seeds are fixed,
-so the same code gives the same tables; ``--quick`` draws one batch a cell and fewer sizes.
+Each experiment has its own script in this folder that says what it repeats and how its setting differs. Seeds are
+fixed, so the same code gives the same tables; ``--quick`` draws one batch per cell and fewer sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from flexcp.cost import CostModel
 
 
 def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
-    """(title, words, table) in the order of the page: how wrong the model is, published figures, Libra's lengths."""
+    """Return (title, words, table) in the order of the page:
+    errors of the model, published figures, Libra's lengths.
+    """
     few = 1 if quick else 3
     counts = (16, 64, 256) if quick else block_fcp.COUNTS
     return [
@@ -81,7 +83,7 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
 
 
 def page(quick: bool) -> str:
-    """The whole page."""
+    """Return the page."""
     lines = [
         "# Experiments against published systems",
         "",

@@ -1,15 +1,15 @@
-"""Read mutated plan files: ``make fuzz-plans`` reads 100,000 of them.
+"""Reading of mutated plan files; ``make fuzz-plans`` reads 100,000 of them.
 
 Each begins as the file of a good plan and is changed in one of three ways:
 
 - *raw*: bits, bytes and ranges of the file, as disks and cables do;
-- *sealed*: the inflated body, or a value of its facts, deflated and sealed again with a right checksum, as somebody
-  hostile does;
-- *forged*: fields or cells of the plan itself, saved with everything right around them.
+- *sealed*: the inflated body, or a value of its facts, is changed, deflated and sealed again with a correct checksum,
+  as an attacker does;
+- *forged*: fields or cells of the plan itself are changed, and the plan is saved with everything around them correct.
 
-Reading one must give an equal plan, another valid plan (of a forged one), or a PlanFormatError. It is watched while it
-reads: an audit hook sees every import, file, process, socket or piece of code; memory is limited, and its peak measured
-on a sample; an alarm ends a read that takes long. The watching cannot be undone, so this is a program of its own.
+Reading a file must give an equal plan, another valid plan (if it was forged), or a PlanFormatError. Reads are watched:
+an audit hook sees every import, file, process, socket and piece of code; memory is limited, and its peak is measured on
+a sample; an alarm ends a read that takes too long. The hook cannot be removed, so this is a program of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SECONDS = 20
 MEMORY = 512 << 20
 MEASURED_EVERY = 25
 PEAK_ROOM, PEAK_PER_BYTE = 16 << 20, 512
-"""Memory a read may take at its peak: so much, and so much for each byte of its file."""
+"""Memory that a read may use at its peak: a fixed part, and a part for each byte of its file."""
 FORBIDDEN = (
     "exec",
     "compile",
@@ -83,19 +83,19 @@ EXTREMES = [
 
 @dataclass
 class Outcome:
-    """What became of the files."""
+    """The results of all reads."""
 
     files: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     read: int = 0
     slowest_ms: float = 0.0
     peak: float = 0.0
-    """Most of that allowance that a measured read took."""
+    """The largest share of the allowed memory that a measured read used."""
     failures: list[str] = field(default_factory=list)
 
 
 def good_plans() -> list[Plan]:
-    """Plans of several strategies and masks, small, so that mutations hit what matters."""
+    """Return small plans of several strategies and masks, so that mutations hit what matters."""
     lengths = [700, 31, 1, 256, 90]
     each = [flexcp.modality([(3, 9), (20, 40)]) if n > 64 else flexcp.causal() for n in lengths]
     slices = [flexcp.from_slices(n, [(n // 3, n, 0, n // 2, None, -1)]) for n in lengths]
@@ -119,7 +119,7 @@ def good_plans() -> list[Plan]:
 
 
 def raw(data: bytes, _: Plan, rng: random.Random) -> bytes:
-    """Bits, bytes and ranges of a file."""
+    """Change bits, bytes and ranges of a file."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
         kind, at = rng.randrange(8), rng.randrange(max(1, len(out)))
@@ -140,7 +140,7 @@ def raw(data: bytes, _: Plan, rng: random.Random) -> bytes:
 
 
 def sealed(data: bytes, _: Plan, rng: random.Random) -> bytes:
-    """The body or its facts, with a right checksum."""
+    """Change the body or its facts and add a correct checksum."""
     start = wire._PREFIX.size
     body = zlib.decompress(data[start:])
     size = struct.unpack_from("<Q", body)[0]
@@ -153,7 +153,7 @@ def sealed(data: bytes, _: Plan, rng: random.Random) -> bytes:
             text = rng.choice((b"[" * 100_000, b'{"a":' * 20_000, b"1" * 100_000, b"NaN", b'"\\ud800"', text[:-1]))
         body = struct.pack("<Q", len(text)) + text + body[8 + size :]
     elif rng.random() < 0.2:
-        body = body[: rng.randrange(len(body))] + bytes(rng.choice((1, 1 << 16, 1 << 22)))  # what a bomb is made of
+        body = body[: rng.randrange(len(body))] + bytes(rng.choice((1, 1 << 16, 1 << 22)))  # as in a zip bomb
     else:
         out = bytearray(body)
         for _ in range(rng.choice((1, 1, 2, 4))):
@@ -170,7 +170,7 @@ def sealed(data: bytes, _: Plan, rng: random.Random) -> bytes:
 
 
 def forged(_: bytes, plan: Plan, rng: random.Random) -> bytes:
-    """A plan with changed cells or fields, saved as if it were good."""
+    """Change cells or fields of a plan and save it as if it were good."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         plan = rng.choice((_forged_cell, _forged_cell, _forged_rule, _forged_fact))(plan, rng)
     return wire.save_plan(plan)
@@ -232,11 +232,11 @@ def _forged_fact(plan: Plan, rng: random.Random) -> Plan:
 MUTATIONS: dict[str, Callable[[bytes, Plan, random.Random], bytes]] = {"raw": raw, "sealed": sealed, "forged": forged}
 
 
-# --- reading them, watched --------------------------------------------------------------------------------------------
+# --- watched reads ----------------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """What a read must not do, counted by an audit hook while ``on``."""
+    """Records forbidden events of a read, by an audit hook while ``on``."""
 
     def __init__(self) -> None:
         self.on = False
@@ -249,7 +249,7 @@ class Watch:
 
 
 def read(data: bytes, was: Plan, kind: str, outcome: Outcome, watch: Watch, measured: bool) -> None:
-    """Read one file, note what happened."""
+    """Read one file and record the result."""
     if measured:
         tracemalloc.start()
     begin, watch.on = time.perf_counter(), True
@@ -286,13 +286,13 @@ def read(data: bytes, was: Plan, kind: str, outcome: Outcome, watch: Watch, meas
 
 
 def _reason(message: str) -> str:
-    """What a refusal begins with, without numbers."""
+    """Return the beginning of a refusal without numbers, to count kinds of refusals."""
     detail = message.removeprefix("this is no valid flexcp plan: ").split("; got")[0]
     return re.sub(r"[0-9a-f]*\d[0-9a-f]*|'.*'|hash \w+", "#", detail)[:50]
 
 
 def fuzz(count: int, seed: int, tell: Callable[[int], None]) -> Outcome:
-    """Read ``count`` mutated files; the same ones for the same seed."""
+    """Read ``count`` mutated files; the same seed gives the same files."""
     plans = good_plans()
     files = [wire.save_plan(plan) for plan in plans]
     for plan, data in zip(plans, files, strict=True):
@@ -313,7 +313,7 @@ def fuzz(count: int, seed: int, tell: Callable[[int], None]) -> Outcome:
 
 
 def _made(mutation: Callable[..., bytes], data: bytes, plan: Plan, rng: random.Random) -> bytes:
-    """A mutated file; a forgery that even the writer refuses is tried again."""
+    """Return a mutated file; a forgery that even the writer refuses is tried again."""
     while True:
         try:
             return mutation(data, plan, rng)
@@ -326,7 +326,7 @@ def _too_slow(*_: Any) -> None:
 
 
 def main() -> int:
-    """Fuzz and report; 1 when anything but a refusal or an equal plan came of a file."""
+    """Fuzz and report; returns 1 if a file gave anything but a refusal or a valid plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

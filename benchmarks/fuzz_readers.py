@@ -1,4 +1,4 @@
-"""Changed files of every kind that a user can hand over: ``make fuzz-readers`` reads 50,000 of them.
+"""Reading of changed files of every kind that a user can pass; ``make fuzz-readers`` reads 50,000 of them.
 
 Each must be read, or refused in one line that names the file (:mod:`flexcp.fuzz.readers`).
 """
@@ -16,7 +16,7 @@ from flexcp.fuzz.readers import fuzz_readers
 
 
 def main() -> int:
-    """Read them and count; 1 when one was neither read nor refused well."""
+    """Read the files and count; returns 1 if one was neither read nor refused correctly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""Fuzz runs: the table of campaigns in docs/trust.md, from the summaries that ``flexcp fuzz --json`` printed.
+"""The table of fuzzing campaigns in docs/trust.md, made from the summaries that ``flexcp fuzz --json`` prints.
 
     python benchmarks/fuzz_runs.py plans.json ranks.json more.json --on "16 cores (x86_64), Python 3.12, torch 2.11"
 
-The table stands between two comments of the page, which are kept. Failures are those of the run, whatever was mended
-since.
+The table stands between two comments of the page, which are kept. Failures are those found in the run, whether they
+have been fixed since or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- campaigns -->\n", "<!-- end of campaigns -->\n"
 
 
 def table(runs: list[dict[str, Any]], machine: str) -> str:
-    """One row a campaign."""
+    """Return the table with one row per campaign."""
     names = ("seed", "cases", "refused", "plans", "on real ranks", "jobs", "seconds", "failed")
     head = f"**Measured** on {machine}:\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
     rows = [
@@ -35,7 +35,7 @@ def _failed(run: dict[str, Any]) -> str:
 
 
 def with_table(page: str, made: str) -> str:
-    """The page with this table in its place."""
+    """Return the page with its table replaced."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
@@ -44,7 +44,7 @@ def with_table(page: str, made: str) -> str:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Read, write."""
+    """Read the summaries and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("summaries", type=Path, nargs="+")
     parser.add_argument("--on", required=True, help="the machine, in words")

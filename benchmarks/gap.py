@@ -1,19 +1,20 @@
-"""How much of the gap between static methods and perfect plans a strategy closes: ``python benchmarks/gap.py groups``.
+"""The share of the gap between static methods and perfect plans that a strategy closes: ``python benchmarks/gap.py
+groups``.
 
 A cell is a cluster, a number of tokens a rank, what is timed (a step of llama3-8b; attention of 32 / 8 or of 8 / 1
-heads of 128) and a distribution of lengths. In each, the *gap* is between the fastest static method of the batch and
-what no plan is faster than: the larger of perfectly divided compute and unavoidable communication. A strategy that is
-as fast as the static method closes 0 of it, a perfect one 1, a slower one less than 0. Rows are means over lengths and
-numbers of tokens, shares arithmetic and speed-ups geometric, over the best static method with documents dealt by tokens
-and, in the last two columns, by load. Everything is simulated.
+heads of 128) and a distribution of lengths. The *gap* of a cell is the time between the fastest static method of the
+batch and a lower bound for every plan: the larger of perfectly divided compute and unavoidable communication. A
+strategy that is as fast as the static method closes 0 of it, a perfect one 1, a slower one less than 0. Rows are means
+over lengths and numbers of tokens (shares arithmetic, speed-ups geometric), relative to the best static method with
+documents dealt by tokens and, in the last two columns, by load. Everything is simulated.
 
-The floor ignores what every plan that moves anything pays: multiprocessors left to transfers, copies of messages, row
-tiles and kernels of cut documents. ``--parts`` prints for each cell what a strategy's time over perfectly divided
-compute is made of (:mod:`lib.lost_time`), so that what a planner could still win (imbalance, exposed communication) is
-told from what none can.
+The lower bound ignores costs of every plan that moves anything: multiprocessors left to transfers, copies of messages,
+row tiles and kernels of cut documents. ``--parts`` prints for each cell the parts of a strategy's time over perfectly
+divided compute (:mod:`lib.lost_time`), which separates what a planner could still gain (imbalance, exposed
+communication) from what none can.
 
-Static methods take most of the time: ``--baselines FILE`` keeps them for other strategies and other checkouts of the
-planners.
+Static methods take most of the run time: ``--baselines FILE`` keeps their results for other strategies and other
+versions of the planners.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video", "hal
 TOKENS = (8192, 32_768)
 KINDS = {"step": None, "32/8": Shape(32, 8, 128, 128), "8/1": Shape(8, 1, 128, 128)}
 Cell = tuple[str, str, int, str, int]
-"""Cluster, what is timed, tokens a rank, lengths, seed."""
+"""(cluster, what is timed, tokens a rank, lengths, seed)."""
 
 
 def cluster_of(name: str) -> Cluster:
-    """A preset, or ``tp8:32x1``: one rank of llama3-70b under tensor parallelism over each of 32 nodes of 8 H100."""
+    """Return a preset, or for ``tp8:32x1`` one rank of llama3-70b under tensor parallelism in each of 32 nodes
+    of 8 H100.
+    """
     if name.startswith("tp8:"):
         nodes = int(name.removeprefix("tp8:").partition("x")[0])
         return topology(cluster("h100", nodes, 8), find_model("llama3-70b").shape, tp=8).cluster
@@ -60,8 +63,8 @@ def cells_of(clusters: list[str], seeds: int) -> Iterator[Cell]:
 
 
 def experiment_of(cell: Cell) -> tuple[Experiment, list[int]]:
-    """Where the cell's batch runs, and its documents; ``half`` is one document
-    of half the tokens among others of ``web``.
+    """Return where the cell's batch runs, and its documents; ``half`` is one document
+    of half the tokens among documents of ``web``.
     """
     name, kind, each, lengths, seed = cell
     where, shape = cluster_of(name), KINDS[kind]
@@ -73,7 +76,7 @@ def experiment_of(cell: Cell) -> tuple[Experiment, list[int]]:
 
 
 def bound_ns(experiment: Experiment, lengths: list[int]) -> int:
-    """What no plan is faster than."""
+    """Return a lower bound for every plan."""
     request = experiment.request(lengths)
     request = attention_only(request) if experiment.training is None else request
     how = (request.shape, request.cluster, request.cost)
@@ -86,7 +89,7 @@ def bound_ns(experiment: Experiment, lengths: list[int]) -> int:
 
 
 def perfect_ns(experiment: Experiment, lengths: list[int]) -> int:
-    """All compute, divided perfectly: of a whole step, or of attention."""
+    """Return the time of all compute, divided perfectly: of a whole step, or of attention."""
     request = experiment.request(lengths)
     how = (request.shape, request.cluster, request.cost)
     if experiment.training is not None:
@@ -96,7 +99,7 @@ def perfect_ns(experiment: Experiment, lengths: list[int]) -> int:
 
 
 def parts_row(cell: Cell, strategy: str, by_tokens: int, bound: int) -> list[str]:
-    """Where a cell's time goes, every number over the floor."""
+    """Return a table row of where a cell's time goes, each number over the lower bound."""
     experiment, lengths = experiment_of(cell)
     request = experiment.request(lengths)
     request = attention_only(request) if experiment.training is None else request
@@ -109,7 +112,7 @@ def parts_row(cell: Cell, strategy: str, by_tokens: int, bound: int) -> list[str
 
 
 def baselines_of(cell: Cell) -> tuple[int, int, int]:
-    """Nanoseconds of the best static method by tokens, by load, and of the bound."""
+    """Return the nanoseconds of the best static method by tokens, by load, and of the lower bound."""
     experiment, lengths = experiment_of(cell)
     found = experiment.compare(lengths, [*STATIC, *STATIC_BY_LOAD])
     best = (found.best_static, found.best_static_by_load)

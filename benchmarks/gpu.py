@@ -1,15 +1,15 @@
-"""The GPU suite: everything that needs a GPU, in one command; writes one JSON.
+"""The GPU suite: everything that needs a GPU, in one command that writes one JSON file.
 
     python benchmarks/gpu.py --write gpu.json                         all parts
     python benchmarks/gpu.py --only cases,recompiles                  some of them
     python benchmarks/gpu.py --plans plans.npz --make-plans           work lists of real plans, made where Numba is
     python benchmarks/gpu.py --nccl-cases c.pkl --make-nccl-cases     plans of ``nccl``, made where Mt-KaHyPar is
 
-Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench``
-(ours beside the baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin``
-(multiprocessors left to a copy that runs beside attention), and ``nccl``, only when asked for (2, 4 and 8 real ranks on
-the one GPU). Each runs in processes of its own; compiling is parallel, timing is not. Needs torch, Triton and NumPy, no
-more.
+Parts: ``cases`` (1,000 random cases judged by the error rule), ``recompiles`` (100 random batches compile nothing),
+``bench`` (our kernels and others), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin``
+(multiprocessors left to a copy that runs beside attention), and, only on request, ``nccl`` (2, 4 and 8 real ranks on
+one GPU). Each part runs in its own processes; compilations run in parallel, timings do not. Needs only torch, Triton
+and NumPy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS_PER_RANK = 8192
 
 
 def main() -> None:
-    """Run the parts asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="cases,recompiles,bench,plans,margin")
     parser.add_argument("--write", type=Path)
@@ -97,7 +97,7 @@ def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
 def _in_processes(part: str, arguments: list[Any], patience: int) -> list[Any]:
     def run(argument: Any) -> Any:
         command = [sys.executable, __file__, "--part", part, "--argument", json.dumps(argument)]
-        # What takes long says on stderr how far it is; the others are quiet unless they fail.
+        # Long parts print their progress on stderr; the others are quiet unless they fail.
         errors = None if part in ("nccl", "bench") else subprocess.PIPE
         try:
             done = subprocess.run(
@@ -110,14 +110,14 @@ def _in_processes(part: str, arguments: list[Any], patience: int) -> list[Any]:
             return {"failed": (done.stderr or "see above")[-1500:], "argument": argument}
         return json.loads(lines[-1])
 
-    # Ranks that wait for each other take turns on the GPU, so more of them at once would only wait longer.
+    # Ranks that wait for each other take turns on the GPU, so running more of them at once would only take longer.
     with ThreadPoolExecutor(1 if part == "nccl" else 12) as pool:
         found = list(pool.map(run, arguments))
     return [row for answer in found for row in (answer if isinstance(answer, list) else [answer])]
 
 
 def cases(argument: Any) -> Any:
-    """Random cases of one model."""
+    """Run random cases of one model."""
     from lib.kernel_cases import MODELS, check_cases
 
     worst = check_cases(MODELS[argument["model"]], range(argument["first"], argument["last"]))
@@ -125,7 +125,7 @@ def cases(argument: Any) -> Any:
 
 
 def recompiled(argument: Any) -> Any:
-    """Variants compiled by 100 random batches."""
+    """Count the variants compiled by 100 random batches."""
     from lib.kernel_cases import MODELS, recompiles
 
     model = MODELS[argument["model"]]
@@ -134,7 +134,9 @@ def recompiled(argument: Any) -> Any:
 
 
 def bench(argument: Any) -> Any:
-    """The rows of docs/results/kernels.md: each workload with the contenders that are fast on it, printed at once."""
+    """Measure the rows of docs/results/kernels.md: each workload with the contenders that are fast on it;
+    printed at once.
+    """
     from flexcp.measure.kernels import bench as b
 
     dense, sparse = ["cute", "op", "fa4", "cudnn"], ["cute", "op", "fa4", "flex", "flexfa4"]
@@ -149,8 +151,8 @@ def bench(argument: Any) -> Any:
 
 
 def plan_work() -> dict[str, Any]:
-    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices;
-    a second array has the rest of a ``Listed``.
+    """Return work lists of real plans: slices by ``data/ranks/seed/rank/direction/number``;
+    further arrays hold the other fields of a ``Listed``.
     """
     import flexcp
     from flexcp.data.lengths import draw_lengths
@@ -175,8 +177,8 @@ def plan_work() -> dict[str, Any]:
 
 
 def plans(argument: Any) -> Any:
-    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns,
-    and what tiles alone allow.
+    """Measure the TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns,
+    and the limit by tiles alone.
     """
     import torch
 
@@ -210,7 +212,7 @@ def plans(argument: Any) -> Any:
 
 
 def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
-    """A rank's work lists of one direction, as :class:`flexcp.measure.kernels.lists.Listed`."""
+    """Return a rank's work lists of one direction, as :class:`flexcp.measure.kernels.lists.Listed`."""
     from flexcp.measure.kernels.lists import Listed
 
     keys = sorted(
@@ -223,17 +225,17 @@ def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
 
 
 def margin(argument: Any) -> Any:
-    """Attention with multiprocessors left over, and a copy of few blocks beside it."""
+    """Measure attention with some multiprocessors left free, and a copy of few blocks beside it."""
     from flexcp.measure.kernels.margin import margin_table
 
     return margin_table()
 
 
 def nccl(argument: Any) -> Any:
-    """Real NCCL ranks that share the GPU: right, the same every time, and without a host that waits."""
+    """Run the checks on real NCCL ranks that share the GPU: correct and reproducible results, and no waiting host."""
     from lib.nccl_checks import run_all
 
-    # Written by --make-nccl-cases, by the same user: nothing of a stranger's is unpickled.
+    # The file was written by --make-nccl-cases, by the same user, so unpickling it is safe.
     cases = pickle.loads(Path(argument["file"]).read_bytes()) if argument["file"] else None
     return run_all(argument["ranks"], cases=cases, checks=argument["checks"])
 

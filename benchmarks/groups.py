@@ -1,15 +1,15 @@
-"""``groups`` against the best fixed grid of CP x DP, by predicted step time, and how fast it plans.
+"""``groups`` against the best fixed grid of CP x DP, by predicted step time, and its planning time.
 
 ``make groups`` writes docs/results/groups.md.
 
-What DHP (arXiv 2602.21788) published (``1.46`` on average, ``2.24`` on extremely unbalanced batches, against Megatron's
-and DeepSpeed's fixed degrees) was measured on 8 to 64 NPUs; here stands the same comparison in simulation.
+DHP (arXiv 2602.21788) published speed-ups of ``1.46`` on average and ``2.24`` on extremely unbalanced batches over the
+fixed degrees of Megatron and DeepSpeed, measured on 8 to 64 NPUs. Here the same comparison is simulated.
 
-A *fixed grid* has one degree for all batches of a distribution, the best there is over these batches: zig-zag rings
-(DHP's first baseline), or any static method. Ranks may keep at most twice the mean of tokens, as memory would have it;
-a grid that breaks this for some batch is no grid for the distribution.
+A *fixed grid* has one degree for all batches of a distribution, the best one over these batches: zig-zag rings (DHP's
+first baseline), or any static method. Ranks may keep at most twice the mean of tokens, as a limit of memory; a grid
+that exceeds this for some batch is not considered.
 
-``half`` is a batch with one document of half the tokens, the others drawn from ``web``.
+``half`` is a batch with one document of half the tokens and others drawn from ``web``.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ SEEDS = 5
 
 
 def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
-    """A batch of about so many tokens."""
+    """Return a batch of about this many tokens."""
     if name == "half":
         return [tokens // 2, *draw_lengths("web", tokens - tokens // 2, seed)]
     return draw_lengths(name, tokens, seed)
 
 
 def compare(where: Cluster, name: str, tokens: int) -> tuple[float, float, float, str, set[int]]:
-    """(speed-up over zig-zag grids, over all static grids, time over the bound, the best static grid, degrees that
-    groups used).
+    """Return the speed-ups over zig-zag grids and over all static grids, the time over the bound, the best static grid,
+    and the degrees that groups used.
     """
     ours, bound, degrees = 0, 0, set()
     totals: dict[str, int] = {}
@@ -83,14 +83,14 @@ def compare(where: Cluster, name: str, tokens: int) -> tuple[float, float, float
 
 
 def _ranks_of_documents(placement: Placement) -> np.ndarray:
-    """How many ranks each document has."""
+    """Return how many ranks each document has."""
     regions = placement.regions[0]
     pairs = np.unique(regions.document * placement.ranks + regions.rank)
     return np.bincount(pairs // placement.ranks)
 
 
 def comparison() -> list[str]:
-    """One row for every preset, size and distribution, and the averages."""
+    """Return a table with one row for every preset, size and distribution, and the averages."""
     lines = [
         "| cluster | tokens a rank | lengths | over the best zig-zag grid | over the best static grid | which | time / "
         "bound | degrees |",
@@ -115,7 +115,7 @@ def comparison() -> list[str]:
 
 
 def speed() -> list[str]:
-    """512 documents on 64 ranks."""
+    """Measure planning of 512 documents on 64 ranks."""
     lines = ["| lengths | placement ms | with schedule ms |", "| --- | --- | --- |"]
     for name in ("libra256k", "video", "web"):
         lengths = draw_lengths(name, 64 * 32768, 0)

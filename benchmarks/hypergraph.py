@@ -1,9 +1,10 @@
-"""hypergraph beside blocks, measured: bytes, balance and seconds.
+"""hypergraph and blocks, measured: bytes, balance and seconds.
 ``make hypergraph`` writes docs/results/planning-hypergraph.md.
 
-The two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128, one
-node of 8 and four, both tolerances 0.05. So both strategies answer the same question, and their imbalances stand beside
-their bytes. Seconds are CPU time, medians of warm planner calls with schedule and hash, in one process on one thread.
+The cases are the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV
+heads of 128, one node of 8 and four nodes. Both strategies have tolerances of 0.05, so they solve the same problem, and
+imbalances are shown beside bytes. Seconds are CPU time, medians of warm planner calls with schedule and hash, in one
+process on one thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flexcp.plan.plan import Plan
 from planning import BATCHES, MASKS
 
 TOLERANCE = 0.05
-"""What hypergraph may take for its 128 blocks."""
+"""The tolerance that hypergraph needs for its 128 blocks."""
 REPEATS = 3
 CASES = [(mask, batch, nodes) for mask in MASKS for batch in BATCHES for nodes in (1, 4)]
 
@@ -73,7 +74,7 @@ def _token_blocks(plan: Plan) -> int:
 
 
 def table(cases: list[tuple[str, str, int]], repeats: int = REPEATS) -> list[str]:
-    """The lines of the table, and what it shows in a sentence."""
+    """Return the lines of the table, and a sentence on what it shows."""
     lines = [
         "| mask | batch | ranks | blocks MB | hypergraph MB | ratio | compute | tokens | token blocks | blocks s | "
         "hypergraph s |",

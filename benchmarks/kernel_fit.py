@@ -1,13 +1,13 @@
 """How well the cost models fit an H200's kernels: raw times in h200.json, fitted as ``flexcp calibrate`` fits them,
-errors on the rest.
+with errors on the rest.
 
     python benchmarks/kernel_fit.py            # --record states the errors for flexcp to print (make kernel-fit)
 
-Two models: *pairs and row tiles*, which planners use, and *prices of tiles*, which the simulator times a finished plan
-with (flexcp/measure/tile_times.py). Fitted are calls of up to 16,384 tokens (two of three) and, for prices, slots of
-two plans; errors are on the other calls, on all ranks of the other plans (``ulysses``, ``groups``, ... on three
-distributions), and on calls longer than any fitted. *Stated* is the analytic default as it is. Nothing is measured
-here: ``flexcp calibrate --device cuda`` does both on a GPU.
+There are two models: *pairs and row tiles*, which planners use, and *prices of tiles*, by which the simulator times a
+finished plan (flexcp/measure/tile_times.py). Calls of up to 16,384 tokens (two of three) are fitted and, for prices,
+slots of two plans. Errors are computed on the other calls, on all ranks of the other plans (``ulysses``, ``groups``,
+... on three distributions), and on calls longer than any fitted one. *Stated* is the analytic default without a fit.
+Nothing is measured here: ``flexcp calibrate --device cuda`` measures and fits on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RAW = Path(__file__).with_name("h200.json")
 
 
 def singles(raw: dict[str, Any]) -> dict[Shape, list[Sample]]:
-    """Single calls by the heads they had."""
+    """Return single calls by the heads they had."""
     found = {}
     for heads, rows in raw["singles"].items():
         shape = Shape(*map(int, heads.split("/")), 128, 128)
@@ -47,7 +47,7 @@ def singles(raw: dict[str, Any]) -> dict[Shape, list[Sample]]:
 
 
 def plan_slots(raw: dict[str, Any]) -> list[PlanSlots]:
-    """Slots of plans that planners still make; the others say nothing about today's."""
+    """Return slots of plans that today's planners still make; the others are not relevant any more."""
     found, shape = [], next(iter(singles(raw)))
     for p in raw["plans"]:
         name = (p["lengths"], p["ranks"], p["strategy"])
@@ -57,12 +57,12 @@ def plan_slots(raw: dict[str, Any]) -> list[PlanSlots]:
 
 
 def short(samples: Sequence[Sample]) -> list[Sample]:
-    """Calls of lengths that a calibration measures."""
+    """Return calls of lengths that a calibration measures."""
     return [s for s in samples if int(s.name.split()[1]) <= max(GPU_TOKENS)]
 
 
 def rows(raw: dict[str, Any]) -> list[tuple[str, str, Errors]]:
-    """(model, what it is judged on, errors)."""
+    """Return (model, what it is judged on, errors) rows."""
     single, units = singles(raw), raw["multiprocessors"]
     all_heads = next(iter(single))
     fitted, held = split(sorted(short(single[all_heads]), key=lambda s: s.ns))
@@ -101,7 +101,7 @@ def _stated(samples: list[Sample], shape: Shape) -> Errors:
 
 
 def table(found: Sequence[tuple[str, str, Errors]]) -> list[str]:
-    """The errors as a Markdown table."""
+    """Return the errors as a Markdown table."""
     lines = [
         "| model | judged on | how many | median | 90th percentile | worst |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -112,7 +112,7 @@ def table(found: Sequence[tuple[str, str, Errors]]) -> list[str]:
 
 
 def read_table() -> list[str]:
-    """The table of the raw times."""
+    """Return the table for the raw times in the file."""
     return table(rows(json.loads(RAW.read_text())))
 
 

@@ -1,13 +1,15 @@
 """Libra's lengths, simulated.
 
-Repeats: documents up to 256K and 1M tokens, end to end against Ulysses; published 1.79 and 2.54 times.
+Same as published: documents up to 256K and 1M tokens, end to end against Ulysses; published speed-ups are 1.79 and
+2.54.
 
-Differs: its model, cluster and batch are not known to us: llama3-8b on 8 nodes of 8 H100, 32K tokens a rank, FSDP.
-Ulysses is over the 8 ranks of a node, the largest degree its 8 KV heads allow without copies, data parallel outside.
+Different: its model, cluster and batch are not known to us; here llama3-8b on 8 nodes of 8 H100, 32K tokens a rank,
+FSDP. Ulysses runs over the 8 ranks of a node, the largest degree its 8 KV heads allow without copies, with data
+parallelism outside.
 
-The *bound* is Ulysses over a step that no plan is faster than: attention at the floor of its bounds (perfectly divided
-compute, or bytes that must move) and all other layers divided evenly, with nothing exchanged and no gradients
-synchronised. Where it is below the published ratio, no placement reaches that ratio in this setting.
+The *bound* is Ulysses over a lower bound for the step: attention at the floor of its bounds (perfectly divided compute,
+or bytes that must move) and all other layers divided evenly, with nothing exchanged and no gradients synchronised. If
+it is below the published ratio, no placement reaches that ratio in this setting.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from simulated import mean, step_of, table
 PUBLISHED = {"libra256k": 1.79, "libra1m": 2.54}
 ULYSSES = "ulysses:8"
 OTHER_LAYERS = 2
-"""Their place among the parts of a step's time on a rank."""
+"""Index of the other layers among the parts of a step's time on a rank."""
 
 
 def floor_ns(simulation: Simulation) -> float:
-    """A step that no plan of the same batch is faster than."""
+    """Return a lower bound for a step with the same batch."""
     assert simulation.step is not None
     attention = sum(simulation.bounds(way).floor for way in (False, True))
     return attention + float(simulation.step.ranks[OTHER_LAYERS].mean())
 
 
 def lengths_table(seeds: int = 3, nodes: int = 8, tokens: int = 32_768) -> list[str]:
-    """Step time of Ulysses and of ours, the bound, and ``auto`` over both static baselines."""
+    """Return a table of the step times of Ulysses and of ours, the bound, and ``auto`` over both static baselines."""
     rows, runs = [], Runs()
     where = step_of(find_model("llama3-8b"), cluster("h100", nodes, 8))
     for name, published in PUBLISHED.items():

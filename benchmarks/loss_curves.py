@@ -1,9 +1,9 @@
-"""The losses that ``model_gpu.py`` wrote, as a picture: every run's curve,
-and below it how far each is from the baseline.
+"""A picture of the losses that ``model_gpu.py`` wrote: every run's curve,
+and below it its difference from the baseline.
 
     python benchmarks/loss_curves.py benchmarks/model_gpu.json --write docs/pictures/losses.svg
 
-The least and the largest value stand at each panel's axis.
+The least and the largest value are written at each panel's axis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLOURS = ("#2563eb", "#ea580c", "#9ca3af")
 
 
 def panel(runs: dict[str, Sequence[float]], top: int, title: str, form: str) -> str:
-    """One panel: a polyline per run, with the least and the largest value at the axis."""
+    """Return one panel: a polyline per run, with the least and the largest value at the axis."""
     low, high = min(min(run) for run in runs.values()), max(max(run) for run in runs.values())
     steps = len(next(iter(runs.values()))) - 1
     parts = [f'<text x="{LEFT}" y="{top - 8}" font-weight="bold">{title}</text>']
@@ -36,7 +36,7 @@ def panel(runs: dict[str, Sequence[float]], top: int, title: str, form: str) -> 
 
 
 def picture(losses: dict[str, list[float]], base: str) -> str:
-    """The SVG of all runs; ``base`` is the one that others are compared with."""
+    """Return the SVG of all runs; ``base`` is the run that others are compared with."""
     apart = {name: [100 * (a / b - 1) for a, b in zip(run, losses[base], strict=True)] for name, run in losses.items()}
     legend = "".join(
         f'<text x="{LEFT + 150 * i}" y="{2 * HEIGHT + 112}" fill="{colour}">{name}</text>'
@@ -50,7 +50,7 @@ def picture(losses: dict[str, list[float]], base: str) -> str:
 
 
 def main() -> None:
-    """Draw what the file holds."""
+    """Draw the losses of a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path)
     parser.add_argument("--write", type=Path, required=True)

@@ -1,12 +1,12 @@
 """MagiAttention's weak scaling, simulated.
 
-Repeats: web documents cut at a quarter of the pack, causal, 8,192 tokens a GPU, 8 to 64 H100, 64 query and 8 KV
-heads of 128; published 459 -> 238 TFLOP/s a GPU forward.
+Same as published: web documents cut at a quarter of the pack, causal, 8,192 tokens a GPU, 8 to 64 H100, 64 query and 8
+KV heads of 128; published are 459 -> 238 TFLOP/s a GPU forward.
 
-Differs: MagiAttention's placement is ``minheap`` (its default dealing), its kernel is our cost model of an H100 (554
-TFLOP/s beyond row tiles where FFA reaches 546 on such lengths), its own group-cast is our exact point-to-point traffic.
-Packs are ours. ``published.py`` does the same with its native collectives (``minheap:2048,relay``), its kernel's
-measured rate and measured links.
+Different: MagiAttention's placement is ``minheap`` (its default dealing), its kernel is our cost model of an H100 (554
+TFLOP/s without row tiles, where FFA reaches 546 on such lengths), and its group-cast is our exact point-to-point
+traffic. Packs are ours. ``published.py`` uses its native collectives (``minheap:2048,relay``), its kernel's measured
+rate and measured links.
 
 No speed-up over MagiAttention is stated anywhere until its dealing simulates within 10 % of its published rates at 16,
 32 and 64 GPUs.
@@ -26,7 +26,7 @@ NAME = "minheap"
 
 
 def weak_scaling(seeds: int = 5, nodes: tuple[int, ...] = NODES, tokens: int = 8192) -> list[str]:
-    """TFLOP/s a GPU of its dealing, beside what it published forward."""
+    """Return a table of TFLOP/s a GPU with its dealing, beside the published forward."""
     rows = []
     for count in nodes:
         ranks = 8 * count

@@ -1,13 +1,13 @@
-"""Megatron-Core on a GPU under a plan: 50 steps on 4 NCCL ranks that share it, against its own run on one rank.
+"""Megatron-Core on a GPU under a plan: 50 steps on 4 NCCL ranks that share it, against stock Megatron on one rank.
 
     python benchmarks/megatron_gpu.py --write megatron.json      # one GPU, megatron-core, a few minutes
 
-A small GPT in bfloat16, weights and optimizer in float32 masters, long-tailed documents. The run alone is stock
-Megatron with its own attention, one document a micro-batch, on one rank. How far losses may differ is measured, not
-chosen: the run alone is repeated as it is (it is not bitwise the same), with its micro-batches in the opposite order,
-with pads behind every document, and with its softmax in float32 as ours is; nothing but roundings change. CP4, CP2 x
-TP2 and CP2 x PP2 must begin with the same loss to 1e-4, and over all steps differ from the run alone by no more, at
-most and on average, than two runs alone differ from each other. All runs go at once, on ranks of their own.
+The model is a small GPT in bfloat16 with float32 master weights and optimizer, on long-tailed documents. The reference
+is stock Megatron with its own attention, one document a micro-batch, on one rank. The allowed difference of losses is
+measured, not chosen: the reference is repeated as it is (it is not bitwise reproducible), with its micro-batches in the
+opposite order, with pads behind every document, and with its softmax in float32 as ours is; only roundings differ. CP4,
+CP2 x TP2 and CP2 x PP2 must begin with the same loss to 1e-4, and over all steps differ from the reference by no more,
+at most and on average, than two reference runs differ from each other. All runs go at once, on their own ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Weights = dict[str, Any]
 
 
 def documents(step: int) -> list[torch.Tensor]:
-    """Documents that can be learnt: each repeats a phrase of its own."""
+    """Return learnable documents: each repeats its own phrase."""
     generator = torch.Generator().manual_seed(step)
     lengths = [max(2, n // 16) for n in draw_lengths("longtail", TOKENS * 16, seed=step)]
     phrases = [torch.randint(VOCABULARY // 8, (7 + i % 5,), generator=generator) for i in range(len(lengths))]
@@ -78,7 +78,7 @@ def model_of(config: Any, spec: Any, **more: Any) -> Any:
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(0)
     model = GPTModel(config, spec, VOCABULARY, max_sequence_length=8192, position_embedding_type="rope", **more)
-    return model.cuda().bfloat16()  # Megatron's own norm is made in float32 and would not take bfloat16
+    return model.cuda().bfloat16()  # Megatron's own norm is made in float32 and would not accept bfloat16
 
 
 class Masters:
@@ -101,8 +101,8 @@ class Masters:
 def trained(
     wrapped: Any, masters: Masters, forward_step: Any, batches: Any, count: Any, more: dict[str, Any]
 ) -> list[float]:
-    """Losses of all steps, on the last stage; ``batches(step)`` is the data iterator,
-    ``count(step)`` its micro-batches.
+    """Return the losses of all steps, on the last stage; ``batches(step)`` returns the data iterator,
+    ``count(step)`` the number of its micro-batches.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -127,7 +127,7 @@ def trained(
 
 
 def whole_model(**more: Any) -> Any:
-    """Stock Megatron on one rank."""
+    """Return stock Megatron's model on one rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -136,12 +136,12 @@ def whole_model(**more: Any) -> Any:
 
 
 def first_weights(groups: Any) -> Weights:
-    """What every run begins with."""
+    """Return the weights that every run begins with."""
     return {n: p.detach().float().cpu().numpy() for n, p in whole_model().named_parameters()}
 
 
 def alone(groups: Any, backwards: bool = False, pads: int = 0, float32_softmax: bool = False) -> list[float]:
-    """The losses of stock Megatron on one rank, one document a micro-batch."""
+    """Return the losses of stock Megatron on one rank, one document a micro-batch."""
     from functools import partial
 
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -166,7 +166,7 @@ def alone(groups: Any, backwards: bool = False, pads: int = 0, float32_softmax: 
 
 
 def planned(groups: Any, sizes: dict[str, int], weights: Weights) -> list[float]:
-    """The same model under TP x PP x (DP x CP)."""
+    """Return the losses of the same model under TP x PP x (DP x CP)."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -175,7 +175,7 @@ def planned(groups: Any, sizes: dict[str, int], weights: Weights) -> list[float]
 
     tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
     parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=sizes["context_parallel_size"])
-    # Without TransformerEngine or Apex Megatron's norm refuses sequence parallelism, so it is off.
+    # Without TransformerEngine or Apex, Megatron's norm refuses sequence parallelism, so it is off.
     config = config_of(**sizes, variable_seq_lengths=pp > 1)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     spec = flex.planned_spec(get_gpt_layer_local_spec())
@@ -194,7 +194,7 @@ def planned(groups: Any, sizes: dict[str, int], weights: Weights) -> list[float]
 
 
 def load(model: Any, weights: Weights, tp: int, state: Any) -> None:
-    """This rank's part of the whole model's weights."""
+    """Load this rank's part of the whole model's weights."""
     offset = state.get_pipeline_model_parallel_rank() * len(model.decoder.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,8 +1,8 @@
-"""What attention needs of a rank's memory under each strategy, from the plan alone.
+"""The memory that attention needs on a rank under each strategy, computed from plans.
 ``make memory`` writes docs/results/memory.md.
 
-The rank with the largest arena, one layer, 131,072 tokens on 2 nodes of 4 H100, 32 heads and 8 KV heads of 128 in
-bfloat16, causal.
+Shown is the rank with the largest arena, one layer, 131,072 tokens on 2 nodes of 4 H100, 32 heads and 8 KV heads of 128
+in bfloat16, causal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCHES = {"one document": [131_072], "`web:131072:0`": parse_lengths("web:13107
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     lines = [
         "# Memory of attention, by strategy",
         "",

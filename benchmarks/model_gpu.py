@@ -1,16 +1,16 @@
-"""A 1B-class model on one GPU: flexcp beside cuDNN, FlashAttention-4 and FlexAttention, and four NCCL ranks beside one.
+"""A 1B-class model on one GPU: flexcp, cuDNN, FlashAttention-4 and FlexAttention compared, and four NCCL ranks and one.
 
     python benchmarks/model_gpu.py --write model_gpu.json    # all parts; --only steps,packed,losses,ranks for some
 
-- ``steps``: one rank, one long document, step time beside the same model on cuDNN's attention and, where it is
-  installed, on FlashAttention-4. Models take turns, so that all meet the same clocks.
-- ``packed``: one rank, packed documents, step time beside FlexAttention, compiled; its block mask is made ahead of the
-  step, as plans are. (Transformers' own way to it tunes for more than four minutes before the first step.)
-- ``losses``: 200 steps of one long document each from the same weights, flexcp beside cuDNN. How far two runs may part
-  is measured: the baseline is run again.
-- ``ranks``: a small model under FSDP2 on four NCCL ranks that share the GPU (``NCCL_HOSTID`` of their own, sockets:
-  right, not fast), 50 steps, beside one process, which is run again with the documents of every step in the opposite
-  order: only roundings differ.
+- ``steps``: one rank, one long document, step time compared with the same model on cuDNN's attention and, if it is
+  installed, on FlashAttention-4. Models take turns, so that all run at the same clocks.
+- ``packed``: one rank, packed documents, step time compared with compiled FlexAttention; its block mask is made before
+  the step, as plans are. (Transformers' own FlexAttention tunes for more than four minutes before the first step.)
+- ``losses``: 200 steps of one long document each from the same weights, flexcp and cuDNN. The allowed difference is
+  measured: the baseline is run twice.
+- ``ranks``: a small model under FSDP2 on four NCCL ranks that share the GPU (each with its own ``NCCL_HOSTID``, over
+  sockets: correct, not fast), 50 steps, compared with one process. That process is run twice, the second time with the
+  documents of every step in the opposite order, so that only roundings differ.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 VOCABULARY = 32_768
 WORDS = 512
-"""Tokens that occur: few, so that a loss falls within some hundred steps."""
+"""The number of different tokens: few, so that a loss falls within some hundred steps."""
 SHORT, LONG = 16, 1
-"""Packed documents have the lengths of ``longtail`` divided by this."""
+"""Divisors of the lengths of ``longtail`` for packed documents."""
 FLEX = "benchmark_flex"
 FA4 = "benchmark_fa4"
 STATIC = "sdpa", FLEX, FA4
 
 
 class Flex:
-    """FlexAttention for Transformers: causal inside documents, whose numbers lie in one tensor,
-    so that it is compiled once.
+    """FlexAttention for Transformers, causal inside documents.
+    Document numbers are in one tensor that is overwritten, so that it is compiled once.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Flex:
         AttentionMaskInterface.register(FLEX, lambda *_, **__: None)
 
     def block_mask(self, lengths: list[int], device: str) -> Any:
-        """Which blocks of the stream see which."""
+        """Return the mask of which blocks of the stream see which."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         tokens = sum(lengths)
@@ -123,7 +123,7 @@ def _seen_inside(documents: Tensor) -> Any:
 
 
 def register_fa4() -> None:
-    """FlashAttention-4 for Transformers, on one causal document."""
+    """Register FlashAttention-4 with Transformers, for one causal document."""
     from flash_attn.cute.interface import flash_attn_func
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -139,7 +139,7 @@ def register_fa4() -> None:
 
 
 class Trainer:
-    """A model, its optimizer, and a step of both. ``attention`` is a name Transformers knows, flexcp's included."""
+    """A model with its optimizer and step. ``attention`` is a name that Transformers knows, flexcp's included."""
 
     def __init__(self, size: str, attention: str, recompute: bool = True) -> None:
         from transformers import AutoModelForCausalLM, LlamaConfig
@@ -152,7 +152,7 @@ class Trainer:
         config = LlamaConfig(
             **SIZES[size], vocab_size=VOCABULARY, max_position_embeddings=131_072, tie_word_embeddings=True
         )
-        with torch.device("cuda"):  # where a billion random numbers take no time
+        with torch.device("cuda"):  # a billion random numbers take no time there
             self.model: Any = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=torch.bfloat16
             )
@@ -164,8 +164,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def plan(self, parts: list[Tensor]) -> Any:
-        """What the loader does ahead of a step: plan, bind, work lists on the device;
-        or the block mask of FlexAttention.
+        """Do what the loader does before a step: plan, bind and put work lists on the device;
+        or make the block mask of FlexAttention.
         """
         lengths = [len(part) for part in parts]
         if self.attention in STATIC:
@@ -176,10 +176,9 @@ class Trainer:
         return step
 
     def step(self, parts: list[Tensor], planned: Any) -> Tensor:
-        """One step on these documents; its loss, which the device may still be computing."""
+        """Run one step on these documents and return its loss, which the device may still be computing."""
         tokens = torch.cat(parts).cuda()
-        # cuDNN or nothing, so that nobody is compared with another kernel in silence; FlexAttention is no business of
-        # SDPA's.
+        # cuDNN only, so that no other kernel is compared silently; FlexAttention does not go through SDPA.
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             if isinstance(planned, flexcp.Step):
                 loss = planned_loss(self.model, tokens, planned)
@@ -192,7 +191,7 @@ class Trainer:
         return loss.detach()
 
     def _static_loss(self, tokens: Tensor, lengths: list[int], more: dict[str, Any]) -> Tensor:
-        """Positions that start anew tell Transformers where documents begin."""
+        """Return the loss; positions that restart tell Transformers where documents begin."""
         positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
         labels = tokens.roll(-1).index_fill(0, torch.tensor(lengths).cumsum(0).cuda() - 1, -100)[None]
         given = {"position_ids": positions[None], "labels": labels, "shift_labels": labels}
@@ -201,7 +200,7 @@ class Trainer:
 
 
 def planned_loss(model: Any, tokens: Tensor, step: flexcp.Step) -> Tensor:
-    """This rank's share of a batch's loss."""
+    """Return this rank's share of a batch's loss."""
     found: Tensor = model(**huggingface.inputs(tokens, step)).loss
     return found
 
@@ -215,7 +214,7 @@ def packed_documents(tokens: int, shrink: int, number: int) -> list[Tensor]:
 
 
 def step_times(size: str, baselines: tuple[str, ...], documents: Any, repeats: int = 12) -> dict[str, Any]:
-    """Median milliseconds of a step of each, planned ahead, in turns, after three to warm up."""
+    """Return the median milliseconds of a step for each, planned before, in turns, after three steps to warm up."""
     trainers = {name: Trainer(size, name) for name in (*baselines, huggingface.NAME)}
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(repeats + 3):
@@ -235,23 +234,23 @@ def step_times(size: str, baselines: tuple[str, ...], documents: Any, repeats: i
     ours = times[huggingface.NAME]
     ratios = {name: statistics.median(a / b for a, b in zip(ours, times[name], strict=True)) for name in baselines}
     found = {"size": size, "ms": ms, "flexcp / baseline": ratios}
-    print(json.dumps(found), file=sys.stderr, flush=True)  # so that a run cut short leaves something
+    print(json.dumps(found), file=sys.stderr, flush=True)  # so that an interrupted run leaves results
     return found
 
 
 def losses(size: str, attention: str, documents: Any, steps: int, recompute: bool = True) -> list[float]:
-    """The losses of a run on ``documents(step)``."""
+    """Return the losses of a run on ``documents(step)``."""
     trainer = Trainer(size, attention, recompute)
     found = []
     for number in range(steps):
         parts = documents(number)
         found.append(float(trainer.step(parts, trainer.plan(parts))))
-    print(f"{attention}: {json.dumps(found)}", file=sys.stderr, flush=True)  # so that a run cut short leaves something
+    print(f"{attention}: {json.dumps(found)}", file=sys.stderr, flush=True)  # so that an interrupted run leaves results
     return found
 
 
 def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]:
-    """On four NCCL ranks: the small model under FSDP2, and the losses of the batches."""
+    """Train the small model under FSDP2 on four NCCL ranks and return the losses of the batches."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -279,8 +278,8 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
 
 
 def parting(run: list[float], baseline: list[float], again: list[float]) -> dict[str, float]:
-    """Largest relative difference from the baseline, and between the baseline's two runs;
-    the most steps differ by as a multiple of it.
+    """Return the largest relative difference from the baseline and between the baseline's two runs,
+    and the largest ratio of both over the steps.
     """
     mine = [abs(a - b) / b for a, b in zip(run, baseline, strict=True)]
     noise = list(accumulate((abs(a - b) / b for a, b in zip(again, baseline, strict=True)), max))
@@ -295,7 +294,7 @@ def parting(run: list[float], baseline: list[float], again: list[float]) -> dict
 
 
 def all_losses(tokens: int, steps: int) -> dict[str, Any]:
-    """The 1B model's runs, one after the other: three copies of it at once would take each other's time."""
+    """Train the 1B model's runs one after the other; three copies at once would slow each other."""
     names = {huggingface.NAME: huggingface.NAME, "sdpa": "sdpa", "sdpa, again": "sdpa"}
     runs = {
         n: losses(next(iter(SIZES)), name, partial(one_document, tokens), steps, recompute=False)
@@ -306,7 +305,7 @@ def all_losses(tokens: int, steps: int) -> dict[str, Any]:
 
 
 def all_ranks(tokens: int, steps: int) -> dict[str, Any]:
-    """Four ranks and one process, at once."""
+    """Train on four ranks and on one process at the same time."""
     with ThreadPoolExecutor(1) as pool:
         four = pool.submit(on_nccl_ranks, 4, ranks_losses, tokens, steps, patience=600.0)
         documents = partial(packed_documents, tokens, SHORT)

@@ -1,4 +1,4 @@
-"""Model families under flexcp against one process, all combinations: writes docs/results/models.md.
+"""Model families under flexcp against one process, in all combinations; writes docs/results/models.md.
 Run it on an idle machine.
 
 python benchmarks/models.py --write docs/results/models.md    # 210 runs of 50 (float64) and 10 (float32) steps
@@ -37,7 +37,7 @@ FLOAT32_STEPS = 10
 
 
 def runs(families: list[str], steps: int) -> list[Run]:
-    """All combinations that there are."""
+    """Return all combinations that are possible."""
     found = []
     for family, dtype, strategy, layout, ranks in product(families, LIMITS, STRATEGIES, LAYOUTS, RANKS):
         if strategy == "groups" and layout != "free":
@@ -85,7 +85,7 @@ def passed(run: Run, found: Difference) -> bool:
 
 
 def page(results: list[tuple[Run, Difference]], steps: int, seconds: float) -> str:
-    """The dated table: the worst of every family, dtype and strategy over layouts and ranks."""
+    """Return the page: the worst differences of every family, dtype and strategy over layouts and ranks."""
     import transformers
 
     worst: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)

@@ -1,13 +1,13 @@
 """Vision-language batches under static layouts, ``groups`` and ``blocks``: balance, bytes, predicted and measured time.
 
-``make multimodal`` writes docs/results/multimodal.md. Two kinds of batches, of the sizes that the ``video`` and
-``images`` distributions have: documents that are one long video, and documents of text with a few images in it. Encoder
-and language model are Qwen2-VL 7B's, but for the table by model. A step is both, one after the other; a static layout
-is the same method for both, as users run it.
+``make multimodal`` writes docs/results/multimodal.md. There are two kinds of batches, with the sizes of the ``video``
+and ``images`` distributions: documents that are one long video, and documents of text with a few images. Encoder and
+language model are Qwen2-VL 7B's, except in the table by model. A step runs both, one after the other; a static layout
+uses the same method for both, as users do.
 
 The measured part runs the attention of one layer of each on CPU ranks of this machine, forward and backward, with
-lengths divided by ``SHRINK``; ratios are what it is good for, and those of ranks that share cores are of total work
-more than of balance.
+lengths divided by ``SHRINK``. Only its ratios are meaningful, and since ranks share cores, these reflect total work
+more than balance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 FRAME = 256
-"""Tokens of a video's frame, and a quarter of its patches."""
+"""Tokens of a video's frame; it has four times as many patches."""
 LAYERS = {"encoder": 32, "language": 28}
 SEEDS = 3
 MODEL_SEEDS = 2
@@ -53,7 +53,7 @@ SHRINK, MEASURED_RANKS, REPEATS = 16, 4, 5
 
 
 def batch_of(kind: str, tokens: int, seed: int) -> ImageBatch:
-    """About so many tokens: videos with a little text, or text with images."""
+    """Return a batch of about this many tokens: videos with a little text, or text with images."""
     rng = np.random.default_rng(seed)
     lengths, spans = [], []
     if kind == "video":
@@ -76,7 +76,7 @@ def batch_of(kind: str, tokens: int, seed: int) -> ImageBatch:
 
 
 def planners(where: Cluster, strategy: str, dtype: str = "bfloat16") -> dict[str, flexcp.Planner]:
-    encoder = flexcp.Model("vision", 1280, LAYERS["encoder"], 3413)  # two matrices of 5,120 are three of this
+    encoder = flexcp.Model("vision", 1280, LAYERS["encoder"], 3413)  # as much as two matrices of 5,120
     language = flexcp.Model("language", 3584, LAYERS["language"], 18944)
     return {
         "encoder": flexcp.Planner(16, 16, 80, dtype=dtype, cluster=where, strategy=strategy, model=encoder),
@@ -94,8 +94,8 @@ def plans_of(batch: ImageBatch, where: Cluster, strategy: str, dtype: str = "bfl
 
 @dataclass(frozen=True)
 class Row:
-    """What a part of a batch is under a plan: largest over mean, megabytes a layer and direction pair,
-    milliseconds a step.
+    """Numbers of one part of a batch under a plan:
+    largest over mean, megabytes a layer forward and backward, milliseconds a step.
     """
 
     compute: float
@@ -111,8 +111,8 @@ def row_of(plan: Plan) -> Row:
 
 
 def beside(batch: ImageBatch, where: Cluster, language: Plan) -> float:
-    """Milliseconds of the encoder when every image is encoded where its tokens are kept,
-    work placed as well as that allows.
+    """Return the milliseconds of the encoder if every image is encoded where its tokens are kept,
+    with work placed as well as that allows.
     """
     sources = batch.sources()
     padded = np.concatenate([sources, np.full((language.placement.pads, batch.merge), -1)])
@@ -129,8 +129,8 @@ def mean(rows: list[Row]) -> Row:
 
 
 def compared(kind: str, where: Cluster, console: Console) -> dict[str, dict[str, Row]]:
-    """Of every strategy that can: its mean row for encoder and language model;
-    and of the best static ones in each batch.
+    """Return the mean rows of encoder and language model for every strategy that can run,
+    and for the best static ones in each batch.
     """
     found: dict[str, list[dict[str, Row]]] = {name: [] for name in (*STATIC, *DYNAMIC)}
     for seed in range(SEEDS):
@@ -163,7 +163,7 @@ def total(rows: dict[str, Row]) -> float:
 
 
 def by_model(seeds: int, clusters: dict[str, Cluster]) -> list[str]:
-    """Lines of the table of whole models: both parts under one static method, under `dhp`, and under ``auto``."""
+    """Return table lines of whole models: both parts under one static method, under `dhp`, and under ``auto``."""
     lines = []
     for name, where in clusters.items():
         for model in MODELS.values():
@@ -196,7 +196,7 @@ def _model_cells(model: VisionModel, batches: list[ImageBatch], where: Cluster) 
 
 
 def timed(group: dist.ProcessGroup, plans: dict[str, Plan]) -> float:
-    """Seconds of the slowest rank for the attention of one layer of both parts, forward and backward."""
+    """Return the seconds of the slowest rank for the attention of one layer of both parts, forward and backward."""
     import torch
     import torch.distributed as dist
 
@@ -222,7 +222,7 @@ def timed(group: dist.ProcessGroup, plans: dict[str, Plan]) -> float:
 
 
 def measured(kind: str) -> dict[str, float]:
-    """Seconds of a shrunk batch under a static layout and under ours, on CPU ranks."""
+    """Return the seconds of a shrunk batch under static layouts and under ours, on CPU ranks."""
     from flexcp.measure.ranks import RankPool
 
     whole = batch_of(kind, TOKENS_A_RANK * MEASURED_RANKS, 0)
@@ -243,7 +243,7 @@ def measured(kind: str) -> dict[str, float]:
 
 
 def page(console: Console, measure: bool) -> str:
-    """The whole page."""
+    """Return the page."""
     made = f"{date.today()}, {platform.machine()}"
     encoder, language = (f"{LAYERS[part]} layers" for part in LAYERS)
     columns = "compute | tokens | MB | ms"
@@ -254,12 +254,12 @@ def page(console: Console, measure: bool) -> str:
         "",
         "## Balance, bytes and time",
         "",
-        f"Predicted in closed form, cost model `analytic` ([errors](errors.md)), mean of {SEEDS} batches with "
+        f"Predicted by the closed form with cost model `analytic` ([errors](errors.md)), mean of {SEEDS} batches with "
         f"about {TOKENS_A_RANK:,} tokens a rank, Qwen2-VL 7B's encoder (16 heads of 80, {encoder}) and language model "
         f"(28 / 4 heads of 128, {language}). *Best static* is the best of {', '.join(STATIC)} in each batch, the same "
-        "for both parts as users run it; *for each part* a different one for encoder and language model, which needs "
-        "two layouts and a way between them. Compute and tokens are largest over mean; MB are of one layer, forward "
-        "and backward, over all ranks.",
+        "for both parts, as users run it; *for each part* may be a different one for encoder and language model, "
+        "which needs two layouts and an exchange between them. Compute and tokens are the largest over the mean; MB "
+        "are those of one layer, forward and backward, over all ranks.",
         "",
         f"| cluster | lengths | strategy | encoder {columns} | language {columns} | step ms | gain over best static |",
         "| --- " * 13 + "|",
@@ -298,9 +298,9 @@ def page(console: Console, measure: bool) -> str:
         "## By model",
         "",
         f"Simulated by events, whole steps with FSDP, mean of {MODEL_SEEDS} batches of videos: encoder and language "
-        "model of each family, one after the other, spans that see both ways. Qwen2.5-VL's encoder attends in windows "
-        "in 28 of 32 layers, those of the others over frames. Static methods are rings, Ulysses and both in all powers "
-        "of two, and data parallelism; the same for both parts.",
+        "model of each family, one after the other, with spans that see both ways. Qwen2.5-VL's encoder attends in "
+        "windows in 28 of 32 layers, the other encoders over frames. Static methods are rings, Ulysses and both "
+        "combined in all powers of two, and data parallelism; the same for both parts.",
         "",
         "| model | cluster | encoder, auto ms | language, auto ms | step: best static of each batch | one fixed | dhp "
         "| auto | auto over static of each batch | over one fixed |",

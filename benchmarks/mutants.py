@@ -1,10 +1,10 @@
-"""Mutants: of automatically changed sources, how many do the tests notice?
+"""Mutation testing: how many of the automatically changed sources do the tests notice?
 
     python benchmarks/mutants.py --count 200 --jobs 16 --write build/mutants.json --page docs/results/mutants.md
 
 Each mutant is one small change (:mod:`lib.mutations`) of a source of :data:`lib.mutant_areas.AREAS`, in a copy of the
-checkout (:mod:`lib.mutant_runs`). It is killed when one of its tests fails, or takes more than three times as long as
-without it. Changes that compile to the same code as the original are recognised and never drawn. All others count, also
+checkout (:mod:`lib.mutant_runs`). It is killed if one of its tests fails, or takes more than three times as long as
+without it. Changes that compile to the same code as the original are recognised and never drawn. All others count, even
 those that a reader would call equivalent.
 """
 
@@ -34,13 +34,13 @@ WANTED = 0.9
 
 
 def say(text: str) -> None:
-    """Progress."""
+    """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> tuple[list[Verdict], dict[str, Any]]:
-    """Verdicts in the order of drawing, and what else is worth keeping. Stops at ``asked.minutes``; rewrites
-    ``asked.write`` as it goes.
+    """Return verdicts in the order of drawing, and facts about the run.
+    Stops at ``asked.minutes`` and rewrites ``asked.write`` as it goes.
     """
     begin, verdicts = time.monotonic(), dict[int, Verdict]()
     with tempfile.TemporaryDirectory(prefix="flexcp-mutants-") as folder:
@@ -86,7 +86,7 @@ def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> t
 
 
 def write(path: Path, verdicts: list[Verdict], facts: dict[str, Any]) -> None:
-    """As JSON."""
+    """Write verdicts and facts as JSON."""
     rows = [
         {
             "area": v.place.area,
@@ -102,7 +102,7 @@ def write(path: Path, verdicts: list[Verdict], facts: dict[str, Any]) -> None:
 
 
 def page(content: dict[str, Any]) -> str:
-    """The table, from what was written as JSON."""
+    """Return the page, from the JSON's content."""
     rows = content["mutants"]
     all_of = Counter(row["area"] for row in rows)
     killed = Counter(row["area"] for row in rows if row["verdict"] != "survived")
@@ -123,13 +123,13 @@ def page(content: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """In a line."""
+    """Return the number of killed mutants in words."""
     killed = sum(row["verdict"] != "survived" for row in rows)
     return f"{killed} of {len(rows)} mutants killed ({100 * killed / max(1, len(rows)):.0f} %)"
 
 
 def main(words: list[str] | None = None, root: Path = ROOT, areas: dict[str, Area] = AREAS) -> int:
-    """Make mutants, run tests, write; 1 when too few were killed."""
+    """Make mutants, run tests and write the results; returns 1 if too few were killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="mutants in all")
     parser.add_argument("--seed", type=int, default=0)
@@ -164,5 +164,5 @@ def main(words: list[str] | None = None, root: Path = ROOT, areas: dict[str, Are
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    warm()  # copies take compiled loops with them
+    warm()  # compiled loops are copied with the checkout
     sys.exit(main())

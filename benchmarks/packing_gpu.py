@@ -1,9 +1,9 @@
-"""Packing on a GPU: how fast rows are copied, laid on shelves and merged, beside the bytes that are simulated for it.
+"""Packing on a GPU: speed of copying rows, placing them on shelves and merging them, and the bytes simulated for it.
 
-``python benchmarks/packing_gpu.py [--json FILE]`` on a GPU machine. A stage is made by hand: so many tokens of one kind
-of piece, 32 / 8 heads of 128 in bf16, in messages of several peers. What the executor launches for it is queued behind
-other work, so that the host is ahead, and timed between events. Rows are side by side, scattered in runs of 64, or some
-heads of each.
+``python benchmarks/packing_gpu.py [--json FILE]`` runs on a GPU machine. A stage is made by hand: a number of tokens of
+one kind of piece, 32 / 8 heads of 128 in bf16, in messages of several peers. The executor's launches for it are queued
+behind other work, so that the host is ahead, and timed between events. Rows are contiguous, scattered in runs of 64, or
+only some heads of each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """Tokens of one kind that come from and go to some peers, whole or one of ``parts`` of the heads."""
+    """Tokens of one kind that are exchanged with some peers, with all heads or one of ``parts`` of them."""
 
     kind: Kind
     partial: bool
@@ -52,7 +52,7 @@ class Stage:
     parts: int
 
     def message(self, peer: int, order: np.ndarray) -> Message:
-        """What one peer gets and sends."""
+        """Return the message of one peer, which is sent and received."""
         runs = self.tokens // RUN // self.peers
         rows: Rows = slice(peer * runs * RUN, (peer + 1) * runs * RUN)
         if self.scattered:
@@ -64,7 +64,7 @@ class Stage:
 
 
 def stages() -> list[Stage]:
-    """All that is timed."""
+    """Return all stages that are timed."""
     found = []
     for tokens in TOKENS:
         for kind, partial in KINDS:
@@ -74,8 +74,8 @@ def stages() -> list[Stage]:
 
 
 def measure(stage: Stage) -> dict[str, float]:
-    """Bytes, microseconds and GB/s of packing a stage and of taking it in,
-    as :mod:`flexcp.simulator.copies` counts bytes.
+    """Return bytes, microseconds and GB/s of packing and unpacking a stage;
+    bytes are counted as in :mod:`flexcp.simulator.copies`.
     """
     device, backward = torch.device("cuda"), stage.kind in (Kind.DQ, Kind.DKV)
     types = types_of(torch.empty(0, dtype=torch.bfloat16, device=device))
@@ -103,7 +103,7 @@ def measure(stage: Stage) -> dict[str, float]:
 
 
 def timed(work: Callable[[], None]) -> float:
-    """Microseconds of queued work, the median after a first time."""
+    """Return the median microseconds of queued work after a first run."""
     samples = []
     for _ in range(REPEATS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

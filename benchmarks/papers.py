@@ -1,10 +1,10 @@
-"""The three papers figure by figure: theirs, ours with their planner, ours with ``auto``:
+"""The three papers figure by figure: published, ours with their planner, ours with ``auto``.
 ``make papers`` writes docs/results/papers.md.
 
-Under an hour on two cores; ``--quick`` draws fewer batches and sizes, ``--only dcp`` (or fcp, dhp) makes one part. The
-heads of ``papers_dcp.py``, ``papers_fcp.py`` and ``papers_dhp.py`` say how settings differ from the papers'. Plans and
-simulations are kept for the whole run (``papers_runs.py``). Texts are in ``papers_words.py``, the summary is made of
-the rows (``papers_summary.py``).
+It takes under an hour on two cores; ``--quick`` draws fewer batches and sizes, ``--only dcp`` (or fcp, dhp) makes one
+part. The docstrings of ``papers_dcp.py``, ``papers_fcp.py`` and ``papers_dhp.py`` say how settings differ from the
+papers'. Plans and simulations are kept for the whole run (``papers_runs.py``). Texts are in ``papers_words.py``; the
+summary is made from the rows (``papers_summary.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from simulated import table
 
 @dataclass(frozen=True)
 class Paper:
-    """A part of the page: what makes its rows, and the texts before them, which know the rows."""
+    """A part of the page: the function that makes its rows, and the function that makes its texts from the rows."""
 
     title: str
     rows: Callable[[bool, Runs], list[Row]]
@@ -45,7 +45,7 @@ PAPERS = {
 
 
 def page(quick: bool, only: str | None = None) -> str:
-    """The whole page, or the part of one paper."""
+    """Return the page, or the part of one paper."""
     begin, console, runs = time.process_time(), Console(stderr=True), Runs()
     found: dict[str, list[Row]] = {}
     for name, paper in PAPERS.items():
@@ -60,7 +60,7 @@ def page(quick: bool, only: str | None = None) -> str:
 def written(
     found: Mapping[str, Sequence[Row]], quick: bool, minutes: float, papers: Mapping[str, Paper] = PAPERS
 ) -> str:
-    """The page of rows by paper: summaries first, then every row."""
+    """Return the page made of rows by paper: summaries first, then every row."""
     lines = [
         "# The three papers, figure by figure",
         "",

@@ -1,19 +1,20 @@
-"""DCP's figures (arXiv 2510.10620), numbered as its artifact numbers them (the arXiv version counts one more from 12
-on), with `dcp` itself and with ``auto``. Setting and published numbers are those of ``dcp.py`` of this folder; what
-follows is read from its public code.
+"""DCP's figures (arXiv 2510.10620), with `dcp` itself and with ``auto``. Figures are numbered as in its artifact
+(the arXiv version counts one more from 12 on). Setting and published numbers are in ``dcp.py`` of this folder;
+the following is read from its public code.
 
-*Micro-benchmark*: data parallelism is the largest power of two not above 131,072 / the longest document of the whole
-data set, after scaling, documents over 131,072 left out: one degree for all batches. LongDataCollections has such long
-documents at every scale, so its baselines run over all 32 ranks. LongAlign is described as up to 64K, which gives 8,
-16, 32 and 32; one document more than that is enough for 32 everywhere, and its published times (a ring takes 27 ms at
-scale 0.5) are not those of rings inside nodes, so both are shown. Causal baselines are ring, zig-zag, and two head
-groups x rings (LoongTrain, TransformerEngine); of sparse masks TransformerEngine alone. Of every method the times of
-all batches are averaged and the best setting is taken: for DCP, blocks of 1,024, 2,048 and 4,096 tokens.
+*Micro-benchmark*: the data parallel degree is the largest power of two not above 131,072 / the longest document of the
+whole data set, after scaling and without documents over 131,072; it is the same for all batches. LongDataCollections
+has such long documents at every scale, so its baselines run over all 32 ranks. LongAlign is described as up to 64K,
+which gives 8, 16, 32 and 32. A single longer document would make it 32 everywhere, and its published times (a ring
+takes 27 ms at scale 0.5) are not those of rings inside nodes, so both are shown. Causal baselines are ring, zig-zag,
+and two head groups x rings (LoongTrain, TransformerEngine); for sparse masks there is only TransformerEngine. Times of
+each method are averaged over all batches and the best setting is taken: for DCP, blocks of 1,024, 2,048 and 4,096
+tokens.
 
-*End to end*: a batch has as many tokens as the longest document may have, 16,384 to 131,072 on 64 GPUs, so there is no
-data parallelism and Megatron-LM has context parallelism over all 16 ranks, two head groups x a ring of 8. DCP's blocks
-are 512 or 1,024 tokens, 1,024, and 2,048 or 4,096 there. It also tries a node tolerance of 1.6 beside 0.4, which is
-left out here.
+*End to end*: a batch has as many tokens as the longest document may have, 16,384 to 131,072 on 64 GPUs. So there is no
+data parallelism, and Megatron-LM has context parallelism over all 16 ranks, two head groups x a ring of 8. DCP's blocks
+are 512 or 1,024 tokens for the shortest, 2,048 or 4,096 for the longest and 1,024 for the others. Its code also tries a
+node tolerance of 1.6 instead of 0.4, which is left out here.
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ BLOCKS = (1024, 2048, 4096)
 NAMES = {"longalign": "LongAlign", "longtail": "LongDataCollections"}
 RANKS = 32
 LONGEST = {"longalign": (65_536, 262_144), "longtail": (262_144,)}
-"""Longest document of the data set before scaling, as described and as the published times suggest."""
+"""The longest document of the data set before scaling, as described and as the published times suggest."""
 RANGES = {"causal": "1.19 to 2.45 (range)", "sparse": "2.15 to 3.77 (range)"}
 END_TO_END = {"causal": "0.94 to 1.16 (range)", "sparse": "1.00 to 1.46 (range)"}
-"""Of all cells of a kind, as its abstract has them: single bars were not read."""
+"""Ranges over all cells of a kind, from its abstract; single bars were not read from the figures."""
 MEGATRON = "usp:2,8"
 TOLERANCES = (0.05, 0.1, 0.2, 0.4, 0.8)
 ALL, GROUPS = "over all 32 ranks", "LongAlign in groups"
-"""The two readings of LongAlign's longest document, and the only one of LongDataCollections'."""
+"""The two assumptions about LongAlign's longest document; for LongDataCollections there is only the first."""
 DRY_BLOCKS = (512, 1024, 2048, 4096)
 CURVE = "curve, no numbers in its text"
 
 
 def degree(longest: int, scale: float) -> int:
-    """Ranks of a baseline's group, by its code."""
+    """Return the number of ranks in a baseline's group, as its code computes it."""
     kept = min(setting.TOKENS, round(longest * scale))
     data = 1 << ((setting.TOKENS // kept).bit_length() - 1)
     return max(1, RANKS // data)
 
 
 def baselines(ranks: int, causal: bool) -> list[str]:
-    """Its static methods over groups of so many ranks; of sparse masks only TransformerEngine's."""
+    """Return its static methods over groups of this many ranks; for sparse masks only TransformerEngine's."""
     heads = f"usp:2,{ranks // 2}" if ranks > 2 else f"ulysses:{ranks}"
     return [f"ring:{ranks}", f"zigzag:{ranks}", heads] if causal else [heads]
 
 
 def micro(runs: Runs, seeds: int, scales: Sequence[float], masks: Sequence[str]) -> list[Row]:
-    """Figures 12 and 13: attention of one layer, each direction, speed-up over the best baseline,
+    """Make the rows of figures 12 and 13: attention of one layer, each direction, speed-up over the best baseline,
     times averaged over batches.
     """
     rows = []
@@ -111,26 +112,27 @@ def micro(runs: Runs, seeds: int, scales: Sequence[float], masks: Sequence[str])
 
 
 def machine() -> Experiment:
-    """Whole steps of its 8B model on 64 A100: four are one rank."""
+    """Return whole steps of its 8B model on 64 A100, with four GPUs as one rank."""
     a100, speed, preset = cluster("a100", 8, 2), setting.TENSOR_PARALLEL, find_model("gpt-8b")
     fast = replace(a100, gflops=speed * a100.gflops, inter_mbps=speed * a100.inter_mbps)
     return Experiment(fast, preset.shape, rules=Rules(), training=Training(preset, "allreduce"))
 
 
 def blocks_of(cap: int) -> list[str]:
-    """The block sizes its code tries end to end."""
+    """Return the block sizes that its code tries end to end."""
     sizes = (2048, 4096) if cap > 65_536 else (512, 1024) if cap <= 16_384 else (1024,)
     return [f"dcp:{size}" for size in sizes]
 
 
 def capped(name: str, cap: int, seed: int) -> list[int]:
-    """A batch of ``cap`` tokens, which no document exceeds."""
+    """Return a batch of ``cap`` tokens in which no document is longer."""
     return cut_lengths(draw_lengths(name, cap, seed), cap)
 
 
 def end_to_end(runs: Runs, seeds: int, masks: Sequence[str], caps: Sequence[int] = setting.CAPS) -> list[Row]:
-    """Figures 14 and 15: iterations of an 8B model, speed-up over Megatron-LM; and the share of a step that waits,
-    figures 1 and 21, of the longest documents.
+    """Make the rows of figures 14 and 15 (iterations of an 8B model, speed-up over Megatron-LM) and, for the longest
+    documents,
+    of figures 1 and 21 (the share of a step spent waiting).
     """
     where, rows, waits = machine(), [], []
     for number, name in enumerate(NAMES):
@@ -176,7 +178,7 @@ def dry_runs(
     tolerances: Sequence[float] = TOLERANCES,
     names: Sequence[str] = tuple(NAMES),
 ) -> list[Row]:
-    """Figures 16 to 19: what planning alone shows: bytes and seconds by block size,
+    """Make the rows of figures 16 to 19, which need only planning: bytes and seconds by block size,
     bytes by sparsity and by tolerance.
     """
     rows: list[Row] = []
@@ -197,7 +199,7 @@ def dry_runs(
             plan = make_plan(placement, request.shape, request.cluster, request.cost, PLANNER)
             words = f"causal, {NAMES[name]}, tolerance {tolerance:g} (nodes {4 * tolerance:g}), work max / mean "
             words += f"{imbalance(plan.work()):.2f} (`auto` {imbalance(auto.work()):.2f}): MB forward"
-            # The tolerance that `dcp` has by itself is a comparison of figure 16.
+            # The default tolerance of `dcp` is compared in figure 16.
             planner = PLANNER if tolerance == RANK_TOLERANCE else f"{PLANNER} within {tolerance:g}"
             rows.append(_moved("19", words, [_megabytes(plan), _megabytes(auto)], NAMES[name], "causal", planner))
     return rows
@@ -220,13 +222,13 @@ def _by_block(runs: Runs, lengths: Sequence[int], mask: str, data: str, blocks: 
 
 
 def _moved(figure: str, words: str, megabytes: Sequence[float], data: str, mask: str, planner: str) -> Row:
-    """Bytes of a planner's plan of the one batch of dry runs and of ``auto``'s."""
+    """Make a row of the bytes of a planner's plan and of ``auto``'s, for the one batch of dry runs."""
     comparison = f"bytes, {mask}, {data}, {planner}"
     return Row(figure, words, CURVE, *megabytes, COUNTED, False, whole, aspect=BYTES, comparison=comparison)
 
 
 def rest() -> list[Row]:
-    """What cannot be repeated by planning and simulating."""
+    """Make the rows of figures that planning and simulating cannot repeat."""
     return [
         absent("2", "lengths of both data sets", "histograms", "lengths here are drawn like them"),
         absent("3 to 11", "design", "no results", "see [the papers](../papers.md)"),
@@ -257,7 +259,7 @@ def _megabytes(plan: flexcp.Plan) -> float:
 
 
 def rows(quick: bool, runs: Runs) -> list[Row]:
-    """All of DCP's."""
+    """Make all rows of DCP."""
     sparse = tuple(mask for mask in setting.MASKS if mask != "causal")
     if quick:
         return [

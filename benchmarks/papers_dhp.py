@@ -1,14 +1,14 @@
-"""DHP's figures (flexible groups, arXiv 2602.21788) with `dhp` itself and with ``auto``: whole steps with FSDP on
+"""DHP's figures (flexible groups, arXiv 2602.21788), with `dhp` itself and with ``auto``: whole steps with FSDP on
 devices like an Ascend 910B, a language model and a multimodal one, 8 to 64 devices with 8,192 tokens each.
 
-The paper compares with Megatron-LM, whose context parallelism is a ring, and with DeepSpeed, whose is Ulysses, each in
-one degree for the run: here zig-zag rings and ``ulysses`` in the best degree for all batches together, documents dealt
-by tokens, with data parallelism outside. Ulysses has any degree that divides the query heads, so up to 32 of 32; 28
-heads leave 2 and 4 of the powers of two. ``usp``, heads and a ring, is in neither, and mostly the strongest fixed
-method: a third row has it. ``qwen2.5-vl-7b`` in these rows is its language model alone with a causal mask;
-:func:`video` has models with their encoders and spans that see both ways, on 16 devices. *Unbalanced* batches have one
-document with half of all tokens beside short ones, our reading of the paper's extremely unbalanced batches, whose
-lengths are not published.
+The paper compares with Megatron-LM, whose context parallelism is a ring, and with DeepSpeed, whose is Ulysses, each
+with one degree for the run. Here these are zig-zag rings and ``ulysses`` with the best degree for all batches together,
+documents dealt by tokens, and data parallelism outside. Ulysses can have any degree that divides the query heads, so up
+to 32 for 32 heads; 28 heads allow 2 and 4 among the powers of two. ``usp``, heads and a ring, is in neither, but is
+mostly the strongest fixed method, so a third row has it. ``qwen2.5-vl-7b`` in these rows is its language model alone
+with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on 16 devices.
+*Unbalanced* batches have one document with half of all tokens among short ones, our interpretation of the paper's
+extremely unbalanced batches, whose lengths are not published.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ UNBALANCED = "unbalanced"
 AVERAGE = "up to 1.46 on average"
 PUBLISHED = {"libra256k": AVERAGE, "video": AVERAGE, UNBALANCED: "up to 2.24"}
 FIRST_VERSION = {8: "1.02", 64: "1.16"}
-"""Throughput against Megatron-LM's by devices, in the first version of the preprint;
-of which model and data is not known here.
+"""Throughput over Megatron-LM's by devices, from the first version of the preprint;
+its model and data are not known here.
 """
 CASES = (("llama3-8b", "libra256k"), ("qwen2.5-vl-7b", "video"), ("llama3-8b", UNBALANCED))
 ALONE = {"qwen2.5-vl-7b": "qwen2.5-vl-7b (language model alone, causal)"}
@@ -45,19 +45,19 @@ A_RANK = 8192
 SOLVER = ((16, 128), (32, 256), (64, 512))
 PLANNERS = ("dhp", "auto")
 DEALT_BY_LOAD = 3
-"""So many of the fastest fixed methods of a video case are tried with documents dealt by load as well."""
+"""How many of the fastest fixed methods of a video case are also tried with documents dealt by load."""
 
 
 def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
-    """A batch of so many tokens."""
+    """Return a batch of this many tokens."""
     if name == UNBALANCED:
         return [tokens // 2, *draw_lengths("web", tokens - tokens // 2, seed)]
     return draw_lengths(name, tokens, seed)
 
 
 def fixed_methods(ranks: int) -> dict[str, list[str]]:
-    """What one would configure for a run, by whose it is; a degree
-    that does not divide the heads is refused when it is planned.
+    """Return the methods that a user would configure for a run, by framework;
+    a degree that does not divide the heads is refused in planning.
     """
     degrees = [d for d in (2, 4, 8, 16, 32, 64) if d <= ranks]
     rings, ulysses = ["dp", *(f"zigzag:{d}" for d in degrees)], ["dp", *(f"ulysses:{d}" for d in degrees)]
@@ -66,7 +66,7 @@ def fixed_methods(ranks: int) -> dict[str, list[str]]:
 
 
 def speed_ups(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
-    """Whole steps over fixed methods, and tokens a second of a device."""
+    """Make the rows of whole steps over fixed methods, and of tokens a second of a device."""
     rows, scaling = [], []
     for model, name in CASES:
         for ranks in counts:
@@ -118,7 +118,9 @@ def _published(name: str, whose: str, ranks: int) -> str:
 
 
 def video(seeds: int, ranks: int, names: Sequence[str] = tuple(MODELS)) -> list[Row]:
-    """A video case with encoders and the vision mask, spans that see both ways: both parts under one method."""
+    """Make the rows of a video case with encoders and the vision mask (spans that see both ways),
+    both parts under one method.
+    """
     rows, where = [], cluster("ascend910b", ranks // 8, 8)
     for name in names:
         model = MODELS[name]
@@ -158,14 +160,16 @@ def video(seeds: int, ranks: int, names: Sequence[str] = tuple(MODELS)) -> list[
 def _steps(
     model: VisionModel, batches: Sequence[ImageBatch], where: Cluster, methods: Iterable[str]
 ) -> dict[str, list[int]]:
-    """Nanoseconds of encoder and language model together in every batch, by the methods that refuse none."""
+    """Return the nanoseconds of encoder and language model together in every batch,
+    for methods that accept all batches.
+    """
     found = {each: [part_ns(model, batch, where, each) for batch in batches] for each in methods}
     return {each: [sum(parts) for parts in of if parts] for each, of in found.items() if None not in of}
 
 
 def solver(runs: Runs, cases: Sequence[tuple[int, int]] = SOLVER) -> list[Row]:
-    """Milliseconds of packing and of the dynamic program, with one memory and with the several that are tried without a
-    cap, and of the whole plan.
+    """Make the rows of planning milliseconds: packing and dynamic program, with one memory and with the several
+    that are tried without a cap, and the whole plan.
     """
     rows = []
     for ranks, documents in cases:
@@ -193,7 +197,7 @@ def _placing_ms(request: Request) -> float:
 
 
 def cost_model(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """What its cost model says of the slowest group, against events of the same plan:
+    """Make the rows of errors of its cost model for the slowest group, against events of the same plan:
     the layers of a step, without vocabulary and sync.
     """
     rows = []
@@ -216,7 +220,7 @@ def cost_model(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
 
 
 def degrees(runs: Runs) -> list[Row]:
-    """The case study: which degrees one step has."""
+    """Make the row of the case study: the degrees in one step."""
     where = step_of(find_model("qwen2.5-vl-7b"), cluster("ascend910b", 4, 8))
     found = runs.plan(where, draw_lengths("video", A_RANK * 32, 0), "dhp")
     assert found is not None
@@ -226,14 +230,14 @@ def degrees(runs: Runs) -> list[Row]:
 
 
 def rest() -> list[Row]:
-    """What is not here."""
+    """Make the rows of figures that cannot be repeated here."""
     return [
         absent("models", "InternVL", "among its models", "no such model here: encoders that merge after whole images"),
     ]
 
 
 def rows(quick: bool, runs: Runs) -> list[Row]:
-    """All of DHP's."""
+    """Make all rows of DHP."""
     counts, seeds = ((8, 64), 1) if quick else (RANKS, 2)
     return [
         *speed_ups(runs, seeds, counts),

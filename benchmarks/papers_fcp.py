@@ -1,9 +1,9 @@
-"""FCP's figures (arXiv 2605.08524) with `fcp` itself and with ``auto``, in the setting of ``block_fcp.py``: H20-like
+"""FCP's figures (arXiv 2605.08524), with `fcp` itself and with ``auto``, in the setting of ``block_fcp.py``: H20-like
 GPUs, 64 / 8 heads, 32K tokens a GPU.
 
-Its fourth rival, MagiAttention, has no ratio: its dealing does not come within 10 % of its published rates on the
-simulator at 16, 32 and 64 GPUs (``magi.py`` of this folder). It is the strongest of the four, so a ratio over the best
-of the others is more than one over all.
+There is no ratio over its fourth rival, MagiAttention: its dealing does not simulate within 10 % of its published rates
+at all of 16, 32 and 64 GPUs (``magi.py`` of this folder). It is the strongest of the four, so a ratio over the best of
+the others is larger than one over all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PLANNER = "fcp:4096"
 LENGTHS = ("lognormal16k", "bimodal")
 RIVALS = ("hdp", "wlb")
 MAGI = "minheap:2048,relay"
-"""MagiAttention's dealing, of which only plans are looked at."""
+"""MagiAttention's dealing; only its plans are used."""
 EQUAL = 131_072
-"""The length of equal documents, which is not published: with it a ring comes nearest to the published one."""
+"""The length of equal documents, which is not published; with this length a ring comes nearest to the published one."""
 OVER_FOUR, BARS = "1.13 to 2.21 over four", "bars, not read"
 SIZES = (1024, 2048, 4096, 6144, 8192)
 RESHUFFLE = 0.75
@@ -43,7 +43,7 @@ def _where(ranks: int, rules: Rules = Rules()) -> Experiment:  # noqa: B008 - im
 
 
 def batches(name: str, ranks: int, seeds: int = 1) -> list[list[int]]:
-    """32K tokens a GPU; equal documents are the same in every batch."""
+    """Return batches of 32K tokens a GPU; equal documents are the same in every batch."""
     tokens = ranks * setting.A_GPU
     if name == "equal":
         return [[EQUAL] * (tokens // EQUAL)]
@@ -51,8 +51,9 @@ def batches(name: str, ranks: int, seeds: int = 1) -> list[list[int]]:
 
 
 def speed_ups(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """Attention, both directions, over the best of ring, ByteScale and WLB-LLM; MFU of each direction;
-    and how even ranks are.
+    """Make the rows of attention, both directions, over the best of ring, ByteScale and WLB-LLM; of the MFU of each
+    direction;
+    and of the balance of ranks.
     """
     rows = []
     for name in LENGTHS:
@@ -76,12 +77,12 @@ def speed_ups(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
 
 
 def _comparison(name: str, ranks: int) -> str:
-    """`fcp` and ``auto`` in attention of both directions, whatever they are set beside."""
+    """Return the name of the comparison of `fcp` and ``auto`` in attention of both directions, for any baseline."""
     return f"attention, {name}, {ranks} GPUs"
 
 
 def _evenness(runs: Runs, where: Experiment, lengths: Sequence[int], words: str) -> list[Row]:
-    """(max - mean) / max of work and of bytes received forward, of `fcp` and ``auto`` and of two rivals."""
+    """Make the rows of (max - mean) / max of work and of bytes received forward, for `fcp`, ``auto`` and two rivals."""
 
     def uneven(name: str) -> tuple[float, float]:
         found = runs.plan(where, lengths, name)
@@ -110,7 +111,7 @@ def _evenness(runs: Runs, where: Experiment, lengths: Sequence[int], words: str)
 
 
 def efficiency(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """Against one GPU with the same documents."""
+    """Make the rows of efficiency relative to one GPU with the same documents."""
     rows = []
     for name in ("equal", *LENGTHS):
         for ranks in counts:
@@ -140,8 +141,8 @@ def efficiency(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
 
 
 def ladder(runs: Runs, ranks: int) -> list[Row]:
-    """The ablation: forward MFU with one mechanism after the other; last in the model's own layout,
-    reshuffled around attention.
+    """Make the rows of the ablation: forward MFU with one mechanism added after the other;
+    the last in the model's own layout, reshuffled around attention.
     """
     rows = []
     for name in LENGTHS:
@@ -171,7 +172,7 @@ def _in_layout(lengths: Sequence[int], ranks: int, name: str) -> Simulation:
 
 
 def blocks(runs: Runs, ranks: int) -> list[Row]:
-    """The size of a block: 2K to 6K are within 7 % in the paper."""
+    """Make the rows of block sizes; in the paper 2K to 6K are within 7 %."""
     lengths, where = batches("lognormal16k", ranks)[0], _where(ranks)
     ns = {f"fcp:{size}": runs.run(where, lengths, f"fcp:{size}").attention_ns for size in SIZES}
     best, auto = min(ns.values()), runs.run(where, lengths, "auto").attention_ns
@@ -184,8 +185,8 @@ def blocks(runs: Runs, ranks: int) -> list[Row]:
 
 
 def overlap() -> list[Row]:
-    """The bandwidth with which a block's keys travel as fast as the block computes: (KV heads / heads) x FLOP/s /
-    tokens of a block.
+    """Make the row of the bandwidth at which a block's keys travel as fast as the block computes:
+    (KV heads / heads) x FLOP/s / tokens of a block.
     """
     shape, block, found = setting.SHAPE, 4096, {}
     for name, cost in (("h20", setting.COST), ("h100", CostModel())):
@@ -197,7 +198,7 @@ def overlap() -> list[Row]:
 
 
 def planning(runs: Runs, counts: Sequence[int]) -> list[Row]:
-    """Seconds of planning, of the same plans; those of bimodal, which no loop is compiled for any more."""
+    """Make the rows of planning seconds, for bimodal, by which time all loops are compiled."""
     rows = []
     for ranks in counts:
         found = [runs.plan(_where(ranks), batches("bimodal", ranks)[0], each) for each in (PLANNER, "auto")]
@@ -208,7 +209,7 @@ def planning(runs: Runs, counts: Sequence[int]) -> list[Row]:
 
 
 def rest() -> list[Row]:
-    """What cannot be repeated here."""
+    """Make the rows of figures that cannot be repeated here."""
     return [
         absent(
             "kernel efficiency",
@@ -233,7 +234,7 @@ def rest() -> list[Row]:
 
 
 def rows(quick: bool, runs: Runs) -> list[Row]:
-    """All of FCP's."""
+    """Make all rows of FCP."""
     counts, seeds = ((16, 128), 1) if quick else ((16, 32, 64, 128, 256), 2)
     return [
         *speed_ups(runs, counts, seeds),

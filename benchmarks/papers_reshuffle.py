@@ -1,7 +1,7 @@
-"""FCP's reshuffle at the door of attention, measured: four ranks in the box, `fcp` and ``auto`` with tokens where they
-want them and in contiguous order.
+"""FCP's reshuffle before and after attention, measured on four ranks in the box: `fcp` and ``auto``
+with tokens where they want them and in contiguous order.
 
-Links are slow and compute is paced, as in ``box.py``; without root there is no box, and the row says so.
+Links are slow and compute is paced, as in ``box.py``. Without root there is no box, and the row says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHAT = (
 
 
 def measured_in_the_box(repeats: int) -> list[Row]:
-    """What keeping tokens in order costs a layer's attention, both directions."""
+    """Make the row of what contiguous order costs a layer's attention, both directions."""
     reason = why_not()
     if reason is not None:
         return [absent("reshuffle", WHAT, HIDDEN, f"not measured: {reason}")]

@@ -1,8 +1,8 @@
-"""Rows of the page of the three papers: a figure's cell, as published, with the published planner and with ``auto``.
+"""Rows of the page of the three papers: a cell of a figure as published, with the published planner, and with ``auto``.
 
-A row may have a *verdict*: ``auto`` against the published planner, better, same or worse, in time, bytes, balance or
-planning. One comparison (the same batches, the same planner, the same quantity) often stands in several rows, over
-another baseline or in another figure; it is judged in the first of them, and the others say so.
+A row may have a *verdict*: ``auto`` is better than, the same as or worse than the published planner, in time, bytes,
+balance or planning. The same comparison (same batches, planner and quantity) may occur in several rows, with another
+baseline or in another figure; it is judged in the first of them, and the others refer to it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ HEADS = (
     "how",
 )
 SAME = 0.05
-"""Two values are the same when they differ by no more than this part."""
+"""Two values are the same if they differ by no more than this share."""
 SIMULATED, MEASURED, COUNTED = "simulated", "measured", "counted in plans"
 TIME, BYTES, BALANCE, PLANNING = "time", "bytes", "balance", "planning"
 ASPECTS = (TIME, BYTES, BALANCE, PLANNING)
-"""What a verdict may be about."""
+"""The quantities that a verdict may be about."""
 NONE, AGAIN = "-", "as above"
-"""No verdict, and one that an earlier row of the same comparison has."""
+"""No verdict, and a verdict given in an earlier row of the same comparison."""
 Show = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell: what the paper says (a number or words), what its planner and ``auto`` reach here,
+    """One cell: the published value (a number or words), the values of its planner and of ``auto`` here,
     and whether more is better.
 
-    ``kind`` is how the last two were found, or why they are missing. ``static``, where times are compared, sets
-    ``auto`` beside static methods of any degree. ``aspect`` is what a verdict is about, None where there is none. Rows
-    of one ``comparison`` (the cell's words where it is empty) share a verdict. ``part`` tells rows of a figure apart in
-    the summary. ``base_off`` is how far the baseline of a ratio is from its published time.
+    ``kind`` says how the last two were found, or why they are missing. ``static``, for times, are speed-ups of ``auto``
+    over static methods of any degree. ``aspect`` is what the verdict is about, None if there is none. Rows of one
+    ``comparison`` (by default the cell's words) share a verdict. ``part`` distinguishes rows of a figure in the
+    summary. ``base_off`` is the error of a ratio's baseline against its published time.
     """
 
     figure: str
@@ -63,7 +63,7 @@ class Row:
     base_off: float | None = None
 
     def cells(self, verdict: str | None = None) -> list[str]:
-        """The row as the page prints it, with another verdict than its own where one is given."""
+        """Return the row as the page prints it, with ``verdict`` instead of its own if given."""
         theirs = self.theirs if isinstance(self.theirs, str) else self.show(self.theirs)
         planner, auto = (NONE if value is None else self.show(value) for value in (self.planner, self.auto))
         over = [NONE, NONE] if self.static is None else [f"{ratio:.2f}" for ratio in self.static]
@@ -72,14 +72,14 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """``auto`` against the published planner, both found here."""
+        """The verdict on ``auto`` against the published planner, both as found here."""
         if self.aspect is None or self.planner is None or self.auto is None:
             return NONE
         return beside(self.auto, self.planner, self.more_is_better)
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """The verdict of every row, each comparison's once."""
+    """Return the verdict of every row, each comparison judged once."""
     seen: set[tuple[str | None, str]] = set()
     found = []
     for row in rows:
@@ -91,7 +91,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Counter[str]]:
-    """How many comparisons of each aspect are better, same and worse."""
+    """Return how many comparisons of each aspect are better, the same and worse."""
     found: dict[str, Counter[str]] = {aspect: Counter() for aspect in ASPECTS}
     for row, verdict in zip(rows, verdicts(rows), strict=True):
         if verdict not in (NONE, AGAIN):
@@ -101,28 +101,28 @@ def counts(rows: Sequence[Row]) -> dict[str, Counter[str]]:
 
 
 def beside(value: float, other: float, more_is_better: bool) -> str:
-    """better, same or worse."""
+    """Return "better", "same" or "worse"."""
     if abs(value - other) <= SAME * abs(other):
         return "same"
     return "better" if (value > other) == more_is_better else "worse"
 
 
 def absent(figure: str, cell: str, theirs: str, why: str) -> Row:
-    """A figure that cannot be had here."""
+    """Return the row of a figure that cannot be made here."""
     return Row(figure, cell, theirs, None, None, why)
 
 
 def whole(value: float) -> str:
-    """Without decimals."""
+    """Format a number without decimals."""
     return f"{value:,.0f}"
 
 
 def percent(value: float) -> str:
-    """As a percentage."""
+    """Format a number as a percentage."""
     return f"{value:.1%}"
 
 
 def span(values: Sequence[float], show: Show = "{:.2f}".format) -> str:
-    """The least and the largest of some values, or the one there is."""
+    """Return the range from the least to the largest value, or a single value if both are shown the same."""
     low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low} to {high}"

@@ -1,10 +1,10 @@
 """Runs of the page of the three papers: every batch is planned once with each strategy
-and simulated once under each set of rules.
+and simulated once with each set of rules.
 
-Figures share batches (an efficiency, a ladder of rules and a planning time are of the same plan), so a page is made
-with one :class:`Runs`, which keeps what it made. :func:`over_static` sets a strategy beside static methods of any
-degree: the best of each batch, which no training run has, and the one that serves all batches of the setting best,
-which it would configure. Both deal documents to their groups by tokens or by load, whichever is faster.
+Figures share batches (an efficiency, a ladder of rules and a planning time use the same plan), so the page is made with
+one :class:`Runs`, which keeps its results. :meth:`Runs.over_static` compares a strategy with static methods of any
+degree: with the best of each batch, which no training run can have, and with the best for all batches of the setting,
+which a user would configure. Both deal documents to their groups by tokens or by load, whichever is faster.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Time = Callable[[Simulation], int]
 
 
 class Planned(NamedTuple):
-    """A plan and the CPU seconds it took."""
+    """A plan and the CPU seconds of planning."""
 
     plan: Plan
     seconds: float
 
 
 class OverStatic(NamedTuple):
-    """Times of the best static method of each batch, and of the one fixed for all, over a strategy's; means."""
+    """Mean speed-ups of a strategy over the best static method of each batch, and over the one fixed for all."""
 
     of_each_batch: float
     of_one_fixed: float
 
 
 class Runs:
-    """Plans and simulations of one making of the page."""
+    """The plans and simulations of one page."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Planned | None] = {}
@@ -46,7 +46,7 @@ class Runs:
         self._searched: dict[Hashable, list[str]] = {}
 
     def plan(self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None = None) -> Planned | None:
-        """The strategy's plan of a batch; None where it refuses."""
+        """Return the strategy's plan of a batch, or None if it refuses."""
         key = (where.cluster, where.shape, where.cost, where.training, tuple(lengths), mask, name)
         if key not in self._plans:
             begin = time.process_time()
@@ -60,7 +60,7 @@ class Runs:
     def tried(
         self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None = None
     ) -> Simulation | None:
-        """The strategy on simulated time; None where it refuses."""
+        """Return the strategy's simulation, or None if it refuses."""
         key = (where, tuple(lengths), mask, name)
         if key not in self._simulations:
             found = self.plan(where, lengths, name, mask)
@@ -68,7 +68,7 @@ class Runs:
         return self._simulations[key]
 
     def run(self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None = None) -> Simulation:
-        """The same of a strategy that must not refuse."""
+        """Return the simulation of a strategy that must not refuse."""
         found = self.tried(where, lengths, name, mask)
         if found is None:
             raise ValueError(f"{name} refuses a batch of {len(lengths)} documents on {where.cluster}")
@@ -77,7 +77,7 @@ class Runs:
     def total(
         self, where: Experiment, batches: Sequence[Sequence[int]], name: str, time: Time, mask: Mask | None = None
     ) -> int | None:
-        """Time over all batches; None where the strategy refuses one."""
+        """Return the time over all batches, or None if the strategy refuses one."""
         found = [self.tried(where, lengths, name, mask) for lengths in batches]
         return None if None in found else sum(time(one) for one in found if one is not None)
 
@@ -89,14 +89,14 @@ class Runs:
         time: Time,
         mask: Mask | None = None,
     ) -> tuple[str, int]:
-        """The one strategy of ``names`` with the least time over all batches together, and that time."""
+        """Return the strategy of ``names`` with the least time over all batches together, and that time."""
         totals = {name: self.total(where, batches, name, time, mask) for name in names}
         ran = {name: total for name, total in totals.items() if total is not None}
         best = min(ran, key=ran.__getitem__)
         return best, ran[best]
 
     def searched(self, where: Experiment, batches: Sequence[Sequence[int]], mask: Mask | None = None) -> list[str]:
-        """Every static method that runs, in the one degree that serves all batches best."""
+        """Return every static method that can run, with the one degree that is best for all batches."""
         key = (where, tuple(map(tuple, batches)), mask)
         if key not in self._searched:
             requests = [asked(where, lengths, mask) for lengths in batches]
@@ -113,8 +113,10 @@ class Runs:
         mask: Mask | None = None,
         also: Sequence[str] = (),
     ) -> OverStatic:
-        """The strategy's speed over static methods, documents dealt by tokens and by load: of each the degree that the
-        closed form finds best, and those of ``also``, so that no baseline of a row is stronger.
+        """Return the strategy's speed-ups over static methods, documents dealt by tokens and by load.
+
+        Each method has the degree that the closed form finds best; the methods of ``also`` are included, so that no
+        baseline of a row is stronger.
         """
         fixed = list(dict.fromkeys([*self.searched(where, batches, mask), *also]))
         configured = self.least(where, batches, fixed, time, mask)[0]
@@ -128,26 +130,26 @@ class Runs:
 
 
 def asked(where: Experiment, lengths: Sequence[int], mask: Mask | None = None) -> Request:
-    """What planners are asked: with equal tokens where only attention is timed."""
+    """Return the request for planners, with equal tokens if only attention is timed."""
     request = where.request(lengths, mask)
     return attention_only(request) if where.training is None else request
 
 
 def step_ns(simulation: Simulation) -> int:
-    """Of the whole step, or of attention where no more is simulated."""
+    """Return the nanoseconds of the whole step, or of attention if only that is simulated."""
     return simulation.attention_ns if simulation.step is None else simulation.step.total_ns
 
 
 def attention_ns(simulation: Simulation) -> int:
-    """Of attention, both directions."""
+    """Return the nanoseconds of attention, both directions."""
     return simulation.attention_ns
 
 
 def forward_ns(simulation: Simulation) -> int:
-    """Of attention forward."""
+    """Return the nanoseconds of attention forward."""
     return simulation.pass_ns(False)
 
 
 def backward_ns(simulation: Simulation) -> int:
-    """Of attention backward."""
+    """Return the nanoseconds of attention backward."""
     return simulation.pass_ns(True)

@@ -1,4 +1,4 @@
-"""The short form of the page of the three papers: a line for each figure of a paper, made of its rows,
+"""The summary of the page of the three papers: a line for each figure of a paper, made from its rows,
 and the counts of verdicts.
 """
 
@@ -23,7 +23,7 @@ HEADS = (
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A table with a line for every figure, and part of a figure, that has numbers here."""
+    """Return a table with a line for every figure, or part of a figure, that has numbers here."""
     figures: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     for row, verdict in zip(rows, verdicts(rows), strict=True):
         if row.planner is not None or row.auto is not None:
@@ -32,7 +32,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def told(rows: Sequence[Row]) -> str:
-    """The counts of verdicts in words, each aspect apart."""
+    """Return the counts of verdicts in words, by aspect."""
     return "; ".join(
         f"{aspect}: {found['better']} better, {found['same']} the same, {found['worse']} worse"
         for aspect, found in counts(rows).items()
@@ -52,7 +52,7 @@ def _line(figure: str, part: str, found: Sequence[tuple[Row, str]]) -> list[str]
 
 
 def _theirs(rows: Sequence[Row]) -> str:
-    """Published numbers as a range, and published words, each once."""
+    """Return published numbers as a range, and published words, each once."""
     numbers = [row.theirs for row in rows if not isinstance(row.theirs, str)]
     texts = [row.theirs for row in rows if isinstance(row.theirs, str)]
     words = list(dict.fromkeys(part for text in texts for part in text.split("; ")))

@@ -1,10 +1,10 @@
-"""``auto``'s regret where its prices are wrong: ``python benchmarks/perturbed.py --cells 200``.
+"""``auto``'s regret if its prices are wrong: ``python benchmarks/perturbed.py --cells 200``.
 
 All plans are made with the analytic cost model and then simulated with one of its prices 30 % higher or lower: links
 (their efficiency), contention (how much compute and transfers slow each other) or kernels (efficiency of attention, and
-what a tile of rows costs). *Regret* is the time of ``auto`` over that of the fastest plan, rivals and every static
-method in its best degree included, and ``auto`` itself. Cells are drawn in turns from clusters, tokens a rank, lengths,
-seeds, what is timed and which price is wrong: the first of them are a sample. Everything is simulated.
+the cost of a row tile). *Regret* is the time of ``auto`` over that of the fastest plan; the candidates are rivals,
+every static method in its best degree, and ``auto`` itself. Cells are drawn in turn from clusters, tokens a rank,
+lengths, seeds, what is timed and which price is wrong, so that the first cells are a sample. Everything is simulated.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SETTINGS = (
     ("h100:4x8", "32/8"),
     ("a100:4x4", "step"),
 )
-"""Clusters and what is timed."""
+"""(cluster, what is timed)."""
 PRICES = ("links", "contention", "kernels")
 WRONG_PERCENT = (70, 130)
 
 
 @dataclass(frozen=True)
 class Regret:
-    """A cell, which price was wrong, and who was fastest."""
+    """A cell, the wrong price, and the fastest strategy."""
 
     cell: Cell
     price: str
@@ -52,7 +52,7 @@ class Regret:
 
 
 def perturbed(cost: CostModel, price: str, percent: int) -> CostModel:
-    """The cost model with a price at so many per cent."""
+    """Return the cost model with a price at ``percent`` of its value."""
     if price == "links":
         return replace(cost, link_efficiency=cost.link_efficiency * percent // 100)
     if price == "kernels":
@@ -65,13 +65,13 @@ def perturbed(cost: CostModel, price: str, percent: int) -> CostModel:
 
 
 def _contention(row: Contention, percent: int) -> Contention:
-    """A row whose slowdowns, and what a link loses, are so many per cent."""
+    """Return a row with its slowdowns, and the loss of a link, at ``percent`` of their values."""
     names = ("forward", "backward", "forward_alone", "backward_alone", "link")
     return replace(row, **{name: 1000 + (getattr(row, name) - 1000) * percent // 100 for name in names})
 
 
 def cells() -> Iterator[tuple[Cell, str, int]]:
-    """Cells without end: settings in turns, and for each all prices both ways,
+    """Yield cells without end: settings in turn, for each all prices in both directions,
     then other numbers of tokens and seeds.
     """
     for number in count():
@@ -81,7 +81,7 @@ def cells() -> Iterator[tuple[Cell, str, int]]:
 
 
 def regret(cell: Cell, price: str, percent: int) -> Regret:
-    """Plan everything with the right prices, time it with a wrong one."""
+    """Plan everything with the right prices, and time it with a wrong one."""
     experiment, lengths = experiment_of(cell)
     request = experiment.request(lengths)
     request = attention_only(request) if experiment.training is None else request

@@ -3,10 +3,10 @@ by the prices that ``kernel_fit.py`` fits (nothing is measured here).
 
     python benchmarks/plan_losses.py        # plans 200 ranks' lists first, half a minute
 
-The lists are those of ``gpu.py --only plans``. *Share* is the predicted time of one full square's worth of pairs over
-that of the lists, to be laid beside the measured one. The rest says what the time goes to: blocks that need no mask,
-blocks that do (priced like the others), what masks add, the fixed price of tiles, programs that wait for the busiest
-one, and starting calls.
+The lists are those of ``gpu.py --only plans``. *Share* is the predicted time of the same number of pairs in one full
+square over that of the lists, to be compared with the measured share. The other columns say where the time goes: blocks
+that need no mask, blocks that need one (at the same price), the extra cost of masks, the fixed price of tiles, programs
+that wait for the busiest one, and the start of calls.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PARTS = ("clear blocks", "edge blocks", "their masks", "tiles", "waiting for the
 
 
 def prices() -> TileTimes:
-    """The prices fitted to the raw times."""
+    """Return the prices fitted to the raw times."""
     raw = json.loads(kernel_fit.RAW.read_text())
     singles = {shape: kernel_fit.short(found) for shape, found in kernel_fit.singles(raw).items()}
     return fit_tiles(SHAPE, raw["multiprocessors"], singles, kernel_fit.plan_slots(raw))[0]
 
 
 def spent(calls: list[Call], price: CallPrices, units: int) -> Floats:
-    """Nanoseconds by ``PARTS``."""
+    """Return the nanoseconds of each of ``PARTS``."""
     found = np.zeros(len(PARTS))
     for call in filter(None, calls):
         for counts, each in zip(call, map(np.array, price.launches), strict=True):
@@ -55,7 +55,7 @@ def spent(calls: list[Call], price: CallPrices, units: int) -> Floats:
 
 
 def rank_calls(lists: list[Listed], backward: bool, units: int) -> tuple[list[Call], int]:
-    """A rank's calls, and its pairs x heads."""
+    """Return a rank's calls, and its pairs x heads."""
     calls, pairs = [], 0
     for x, adds in zip(lists, adding((x.shelf, x.h0, x.h1) for x in lists), strict=True):
         heads = x.h1 - x.h0
@@ -66,7 +66,7 @@ def rank_calls(lists: list[Listed], backward: bool, units: int) -> tuple[list[Ca
 
 
 def table(made: dict[str, Any], times: TileTimes) -> list[str]:
-    """A row for each kind of plan and direction."""
+    """Return a table with a row for each kind of plan and direction."""
     lines = ["| documents | ranks | direction | share | " + " | ".join(PARTS) + " |", "| --- " * (4 + len(PARTS)) + "|"]
     units, square = times.multiprocessors, workload("full", TOKENS_PER_RANK)
     for data, ranks in DATA:

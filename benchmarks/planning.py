@@ -1,18 +1,17 @@
-"""Planning, measured: bytes, balance and time of planning on fixed batches.
+"""Planning, measured: bytes, balance and planning time on fixed batches.
 ``make planning`` writes docs/results/planning.md.
 
 - *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV
-  heads of 128, one node of 8 and four; beside DCP's best row with a compute imbalance of at most 1.4.
-- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's
-  default dealing) on the same packs; with tolerances and with equal tokens.
+  heads of 128, one node of 8 and four nodes; compared with DCP's best row with a compute imbalance of at most 1.4.
+- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, compared with ``minheap``
+  (MagiAttention's default dealing) on the same packs; with tolerances and with equal tokens.
 - *growth*: 32K tokens a rank up to 1,024 ranks, ``blocks`` and ``auto``, and the size of the plan.
-- *many*: up to a million documents on 64 ranks, in seconds of CPU, which neighbours on the machine change less than
-  seconds on a clock.
+- *many*: up to a million documents on 64 ranks, in CPU seconds, which depend less on other load than wall time.
 - *auto*: its planning time on the batches above.
 
-Bytes are what the placement needs, every piece straight from its owner, as DCP counts; beside them what crosses nodes,
-straight and with relays. Times are medians of warm, uncached planner calls with schedule and hash, in one process on
-this machine.
+Bytes are those that the placement needs, with every piece sent straight from its owner, as DCP counts them; further
+columns are the bytes that cross nodes, straight and with relays. Times are medians of warm, uncached planner calls with
+schedule and hash, in one process on this machine.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ TOLERANCES = {"compute_tolerance": 0.05, "token_tolerance": 0.05}
 
 
 def main() -> None:
-    """Make the tables asked for and write them."""
+    """Make the requested tables and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", choices=["yardstick", "web", "growth", "many", "auto"])
@@ -116,7 +115,7 @@ def _timed(call: Callable[[], Plan], repeats: int = REPEATS) -> tuple[Plan, floa
 
 
 def _straight(plan: Plan) -> Plan:
-    """The same placement without relays."""
+    """Return the same placement without relays."""
     placement = replace(plan.placement, traffic=Traffic(relay=False))
     return make_plan(placement, plan.shape, plan.cluster, plan.cost, plan.requested)
 
@@ -208,7 +207,7 @@ def _growth(seeds: int) -> list[str]:
 
 
 def _many(seeds: int) -> list[str]:
-    """Seconds of CPU, of one call each, after a small batch has loaded the compiled loops."""
+    """Measure CPU seconds of one call each, after a small batch has loaded the compiled loops."""
     lines = [
         "## Many documents (8 nodes of 8 ranks, 64 / 8 heads, causal, seconds of CPU)",
         "",

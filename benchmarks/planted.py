@@ -1,9 +1,9 @@
-"""Bugs put in on purpose, one an area: does ``flexcp fuzz`` find each, and how soon?
+"""Deliberate bugs, one for each area: does ``flexcp fuzz`` find each, and how soon?
 
     python benchmarks/planted.py --jobs 2 --write out/planted.json --page docs/results/planted.md
 
-A bug that is not found within the limit fails the run, and so does one that is found by the wrong means: a process that
-dies of it says nothing about what was compared.
+The run fails if a bug is not found within the limit, or only because a process died, which says nothing about the
+comparisons.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lib.planted_bugs import BUGS, plant, plant_on_pool
 
 @dataclass(frozen=True)
 class Hunt:
-    """A bug, the check that found it (empty: none did), after how many cases and seconds."""
+    """A bug, the check that found it (empty if none did), and after how many cases and seconds."""
 
     area: str
     bug: str
@@ -40,13 +40,13 @@ class Hunt:
         return self.check not in ("", "process")
 
     def row(self) -> str:
-        """Of the table."""
+        """Return the row of the table."""
         found = self.check if self.found else "NOT FOUND"
         return f"| {self.area} | {self.bug} | {found} | {self.cases} | {self.seconds:.0f} |"
 
 
 def hunt(area: str, seed: int, seconds: float, most_ranks: int, jobs: int) -> Hunt:
-    """A campaign with the bug of an area, until a case fails or the time is over."""
+    """Run a campaign with the bug of an area until a case fails or the time is over."""
     bug = BUGS[area]
     with tempfile.TemporaryDirectory() as folder:
         if bug.on_ranks:
@@ -58,7 +58,7 @@ def hunt(area: str, seed: int, seconds: float, most_ranks: int, jobs: int) -> Hu
 
 
 def page(hunts: list[Hunt], command: str, jobs: int) -> str:
-    """A table."""
+    """Return the page with its table."""
     head = (
         f"# Planted bugs\n\n**Measured** {date.today()} by `{command}` with `--jobs {jobs}` on {os.cpu_count()} cores "
         f"({platform.machine()}): a bug put into each area, and after how many cases and seconds `flexcp fuzz` failed. "
@@ -69,7 +69,7 @@ def page(hunts: list[Hunt], command: str, jobs: int) -> str:
 
 
 def main() -> int:
-    """One row an area; 1 when a bug was not found."""
+    """Print one row for each area; returns 1 if a bug was not found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="for each bug")
     parser.add_argument("--seed", type=int, default=0)
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="JSON, rewritten after every bug")
     parser.add_argument("--page", type=Path, help="the table")
     asked = parser.parse_args()
-    warm()  # compiled loops are kept for the workers
+    warm()  # compiles loops and keeps them for the workers
     hunts = []
     for area in asked.areas.split(","):
         hunts.append(hunt(area, asked.seed, 60 * asked.minutes, asked.most_ranks, asked.jobs))

@@ -1,12 +1,11 @@
-"""Published figures beside simulated ones: ``python benchmarks/published.py FILE`` simulates every figure of a file and
+"""Published figures and simulated ones: ``python benchmarks/published.py FILE`` simulates every figure of a file and
 prints its error.
 
-``lib/published_figures.py`` has the format of the file. Every figure is planned with the strategy that stands for its
-method and run by the event simulator on the cluster it names; links and kernels are those of
-``published_parameters.py``, which come from other measurements, and nothing is fitted to a figure. Without FILE the
-figures are those of benchmarks/published.jsonl; ``--write`` makes the page of results and states the errors for flexcp
-to print (``make published``). A file with a mistake is refused, with its lines and fields, before anything is
-simulated.
+``lib/published_figures.py`` describes the format of the file. Every figure is planned with the strategy that represents
+its method and simulated on the cluster it names. Links and kernels are those of ``published_parameters.py``, which come
+from other measurements; nothing is fitted to a figure. Without FILE the figures are those of
+benchmarks/published.jsonl. ``--write`` makes the page of results and records the errors that flexcp prints (``make
+published``). A file with mistakes is refused, with their lines and fields, before anything is simulated.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Setting:
         return found if figure.longest is None else [cut_lengths(batch, figure.longest) for batch in found]
 
     def simulate(self, method: str) -> list[Simulation]:
-        """All batches with one method; ValueError where it refuses one."""
+        """Simulate all batches with one method; raises ValueError if it refuses one."""
         mask = parse_mask(self.figure.mask)
         assert isinstance(mask, Mask)
         found = []
@@ -80,8 +79,8 @@ class Setting:
         return found
 
     def _with_merges(self, ran: Simulation, method: str) -> Simulation:
-        """The same plan, run by the figure's own executor: it sends keys from where they lie and merges
-        after every step.
+        """Simulate the same plan with the figure's own executor,
+        which sends keys from where they are and merges after every step.
         """
         speed = copy_mbps(ran.plan.cluster) if ran.rules.copy_mbps is None else ran.rules.copy_mbps
         measured = with_merges(ran.plan, ran.cost, method, speed)
@@ -89,12 +88,12 @@ class Setting:
 
 
 def simulate(line: int, figure: Figure) -> Result:
-    """A figure simulated; of several methods the one that is fastest over all batches together."""
+    """Simulate a figure; if it lists several methods, the one that is fastest over all batches together."""
     setting = Setting(figure)
     try:
         method, value = _fastest(setting, figure.method)
         if figure.unit == "ratio":
-            # Both sides are milliseconds here: the ratio of their times is the figure.
+            # Both sides are milliseconds here; the figure is the ratio of their times.
             other, slow = _fastest(setting, figure.over)
             method, value = f"{method} over {other}", slow / value
     except (ValueError, NotImplementedError, ImportError) as error:
@@ -110,7 +109,7 @@ def _fastest(setting: Setting, methods: Sequence[str]) -> tuple[str, float]:
 
 
 def _measure(figure: Figure, ran: Sequence[Simulation]) -> float:
-    """The figure's unit, over all batches; of a ratio milliseconds."""
+    """Return the value over all batches in the figure's unit; milliseconds for a ratio."""
     seconds = [_ns(figure, s) / 1e9 for s in ran]
     if figure.unit == "TFLOP/s":
         return mean(s.tflops(figure.direction == "backward") for s in ran)
@@ -135,14 +134,16 @@ def _ns(figure: Figure, s: Simulation) -> int:
 
 
 def _forward_again_ns(s: Simulation) -> int:
-    """Attention and the rest of every layer forward once more: what recomputing costs in the backward."""
+    """Return the time of attention and the rest of every layer forward once more,
+    the cost of recomputing in the backward.
+    """
     layers = sum(mask.layers for mask in s.plan.batch.masks)
     linear = s.cost.linear_ns(np.asarray(s.plan.placement.tokens), s.plan.shape, s.plan.cluster)
     return s.pass_ns(False) + layers * int(linear.max()) // 3
 
 
 def main() -> None:
-    """Read, simulate, print; write the page where asked."""
+    """Read the figures, simulate them and print a table; write the page if requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=FIGURES, metavar="FILE")
     parser.add_argument("--write", type=Path, metavar="PAGE")

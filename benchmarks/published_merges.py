@@ -1,13 +1,14 @@
-"""What ring-flash-attention does between its kernels, priced: it accumulates in float32 outside FlashAttention.
+"""The cost of what ring-flash-attention does between its kernels: it accumulates in float32 outside FlashAttention.
 
-Counted from its public code (zhuzilin/ring-flash-attention: utils.py, and the modules of ring and zigzag, batch and
-varlen), before any figure was simulated with the count. Keys and values are sent from where they lie, so no message is
-copied; but every step's result is merged into what was accumulated, in PyTorch. A zigzag's rank merges all its rows
-while keys come from before it in the ring, and the later half of every document's rows afterwards. One document is
-halved by a slice, which is a view. Several are halved by a mask that lies on the host: rows are gathered, and put back,
-and each use of the mask makes the host wait for the device.
+The operations were counted in its public code (zhuzilin/ring-flash-attention: utils.py, and the modules of ring and
+zigzag, batch and varlen) before any figure was simulated with the count. Keys and values are sent from where they are,
+so no message is copied. But the result of every step is merged into the accumulated one, in PyTorch. In a zigzag a rank
+merges all its rows while keys come from ranks before it in the ring, and the later half of every document's rows
+afterwards. A single document is halved by a slice, which is a view. Several documents are halved by a mask on the host:
+rows are gathered and put back, and each use of the mask makes the host wait for the device.
 
-Per number of out or dq, of k and v or dk and dv, and per LSE; *m* is the model's dtype, *a* the accumulator's:
+Bytes per number of out or dq, of k and v or dk and dv, and per LSE; *m* is the size of the model's dtype, *a* of the
+accumulator's:
 
 =================  =====================================================================================================
 when               bytes read and written
@@ -24,12 +25,12 @@ later half         the same merge of half of the rows, and put back, 2a; backwar
 end                out rounded, a + m (backward: dq, dk and dv)
 =================  =====================================================================================================
 
-The merge is a scripted function, and TorchScript fuses such ones on a GPU: one pass over out. Issue 60 of that
-repository fits: three of the first calls take up to a quarter of a second, as compiling does, and the later ones 0.14
-ms. Not fused it would read and write 38 bytes a number instead of 10. A plain ring merges all rows in every step that
-has work. Bytes go at the speed of copies (:func:`flexcp.simulator.copies.copy_mbps`); every kernel, and every wait of
-the host, costs the start of one. What Python takes until it has issued the next kernel after a wait is not public and
-not in it.
+The merge is a scripted function, which TorchScript fuses on a GPU into one pass over out. Issue 60 of that repository
+agrees: three of the first calls take up to a quarter of a second, as compiling does, and the later ones 0.14 ms.
+Without fusion it would read and write 38 bytes a number instead of 10. A plain ring merges all rows in every step that
+has work. Bytes move at the speed of copies (:func:`flexcp.simulator.copies.copy_mbps`); every kernel, and every wait of
+the host, costs the start of a kernel. The time that Python needs to issue the next kernel after a wait is not published
+and not included.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ METHODS = ("ring", "zigzag")
 
 @dataclass(frozen=True)
 class Price:
-    """Bytes read and written, and how many kernels are started or waits of the host end."""
+    """Bytes read and written, and the number of kernel starts and host waits."""
 
     size: int = 0
     starts: int = 0
@@ -65,10 +66,10 @@ class Price:
 
 @dataclass(frozen=True)
 class Merges:
-    """A rank's prices: ``out``, ``lse`` and ``kv`` are how many numbers it has of out or dq, of LSE,
+    """A rank's prices; ``out``, ``lse`` and ``kv`` are its numbers of out or dq, of LSE,
     and of k and v or dk and dv.
 
-    ``masked``: documents are halved by a mask, whose every use gathers or puts back and is waited for.
+    ``masked`` tells that documents are halved by a mask; each use of it gathers or puts back, and makes the host wait.
     """
 
     out: int
@@ -89,12 +90,12 @@ class Merges:
         return self._each(self.model + self.accumulator, backward)
 
     def plain(self, backward: bool) -> Price:
-        """A step of a plain ring."""
+        """Return the price of a step of a plain ring."""
         added = self.model + 2 * self.accumulator
         return self._each(added, True) if backward else Price(added * self.out + 3 * self.accumulator * self.lse, 2)
 
     def all_rows(self, backward: bool) -> Price:
-        """A step of a zigzag whose keys come from before the rank: all rows see the first half of them."""
+        """Return the price of a zigzag step with keys from before the rank: all rows see the first half of them."""
         added = self.model + 2 * self.accumulator
         keys = self._moved(self.model * self.kv // 4, 2)
         if not backward:
@@ -103,35 +104,36 @@ class Merges:
         return Price(added * self.out + added * self.kv // 2, 3) + keys + back
 
     def later_half(self, backward: bool) -> Price:
-        """A step of a zigzag whose keys come from behind the rank: half of the rows see all of them."""
+        """Return the price of a zigzag step with keys from after the rank: half of the rows see all of them."""
         added = self.model + 2 * self.accumulator
         if backward:
             return Price(added * self.out // 2 + added * self.kv, 3) + self._moved(self.accumulator * self.out // 2, 2)
         whole = self.plain(False)
         rows = self.accumulator * (self.out + self.lse) // 2
         merged = Price(whole.size // 2 + 2 * rows, whole.starts + 2)
-        # Putting back is a copy with a slice as well; a mask gathers before, and both of both tensors are waited for.
+        # With a slice, putting back is a copy too. A mask also gathers before, and the host waits for both of both
+        # tensors.
         return merged + (Price(2 * rows, 2 + 4) if self.masked else Price())
 
     def _each(self, size: int, backward: bool) -> Price:
         return Price(size * (self.out + self.kv), 3) if backward else Price(size * self.out, 1)
 
     def _moved(self, size: int, times: int) -> Price:
-        """So many gathers (or puts) of ``size`` bytes by the mask, each with its wait;
-        nothing where a slice does it.
+        """Return the price of ``times`` gathers (or puts) of ``size`` bytes by the mask, each with its wait;
+        nothing if a slice does it.
         """
         return Price(2 * size * times, 2 * times) if self.masked else Price()
 
 
 def is_step_by_step(method: str) -> bool:
-    """Whether a strategy's slots are this library's steps: one of ``METHODS`` with its degree."""
+    """Return whether a strategy's slots are this library's steps: one of ``METHODS`` with its degree."""
     name, _, degree = method.partition(":")
     return name in METHODS and degree.isdigit()
 
 
 def with_merges(plan: Plan, cost: CostModel, method: str, mbps: int) -> Callable[[int, bool], Ints]:
-    """Compute and merges ``[rank, slot]`` of a mask's pass,
-    as :func:`flexcp.simulator.training.simulate` takes it for measured.
+    """Return a function that gives compute and merges ``[rank, slot]`` of a mask's pass,
+    as ``measured`` of :func:`flexcp.simulator.training.simulate`.
     """
     name, _, degree = method.partition(":")
 

@@ -1,4 +1,4 @@
-"""Tables of published figures beside simulated ones, and the page of results that ``published.py`` writes."""
+"""Tables of published and simulated figures, and the page of results that ``published.py`` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: tuple[tuple[str, Callable[[Result], bool]], ...] = (
 
 
 def figures_table(results: Sequence[Result]) -> list[str]:
-    """A row for every figure."""
+    """Return a table with a row for every figure."""
     heads = [
         "line",
         "system",
@@ -67,7 +67,7 @@ def _lengths(each: Result) -> str:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Errors, and order and ratios of pairs, by what the sources state and by source."""
+    """Return tables of errors, and of order and ratios of pairs, by what the sources state and by source."""
     counted = counted_once(results)
     rows = [_errors(words, [r for r in counted if wanted(r)]) for words, wanted in KINDS]
     systems = sorted({_who(r) for r in counted})
@@ -88,12 +88,12 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def counted_once(results: Sequence[Result]) -> list[Result]:
-    """Every published value once, by the line that was entered first."""
+    """Return every published value once, by the line that was entered first."""
     return [r for r in results if r.figure.again is None]
 
 
 def _who(each: Result) -> str:
-    """The source by its first words."""
+    """Return the first words of the source."""
     return each.figure.source.split(",")[0].split(" (")[0].removeprefix("https://github.com/").removesuffix(" README")
 
 
@@ -112,7 +112,7 @@ def _right(some: Sequence[Pair]) -> str:
 
 
 def record(results: Sequence[Result]) -> None:
-    """State the errors for flexcp to print."""
+    """Record the errors that flexcp prints."""
     today, found = date.today().isoformat(), []
     results = counted_once(results)
     for name, words in (("stated", KINDS[0][0]), ("all", KINDS[-1][0])):
@@ -133,7 +133,7 @@ def _rounded(found: Spread) -> Errors:
 
 
 def misses(results: Sequence[Result]) -> list[str]:
-    """Every figure that is off by more than ``MISS`` or was refused, with its reason."""
+    """Return a table of every figure that is off by more than ``MISS`` or was refused, with its reason."""
     rows = []
     later = {each.figure.again: each.line for each in results if each.figure.again is not None}
     for each in results:
@@ -146,7 +146,7 @@ def misses(results: Sequence[Result]) -> list[str]:
 
 
 def ratios_by_source(results: Sequence[Result]) -> list[str]:
-    """Ratios of every source that has pairs, and why they miss where any is off by more than ``MISS``."""
+    """Return a table of the ratios of every source with pairs, and the reason if one is off by more than ``MISS``."""
     rows = []
     found = pairs(counted_once(results))
     for who in sorted({_who(p.first) for p in found}):
@@ -161,7 +161,7 @@ def ratios_by_source(results: Sequence[Result]) -> list[str]:
 
 
 def assumptions(results: Sequence[Result]) -> list[str]:
-    """What was assumed, once for all lines that share it."""
+    """Return a table of assumptions, each once for all lines that share it."""
     lines: dict[str, list[int]] = {}
     for each in results:
         if each.figure.assumed:
@@ -170,7 +170,7 @@ def assumptions(results: Sequence[Result]) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """3, 4, 5, 9 as '3 to 5, 9'."""
+    """Write 3, 4, 5, 9 as '3 to 5, 9'."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and parts[-1][-1] == n - 1:
@@ -181,21 +181,21 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def page(results: Sequence[Result]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     lines = [
         "# Published figures, simulated",
         "",
         f"**Simulated**, by `make published` on {date.today().isoformat()}: {len(counted_once(results))} published "
-        "figures (benchmarks/published.jsonl), each planned with the strategy that stands for its method and run by "
-        "the event simulator. Links are NCCL's in public tables and kernels are rates measured on one GPU; nothing is "
-        "fitted to a figure that is counted. Figures and parameters were committed before the script first ran; "
-        "settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated earlier, by [scripts of their "
-        "own](experiments.md). `python benchmarks/published.py FILE` does the same with figures of yours; the format "
-        "is at the top of benchmarks/lib/published_figures.py.",
+        "figures (benchmarks/published.jsonl), each planned with the strategy that represents its method and run by "
+        "the event simulator. Link speeds are NCCL's in public tables, and kernels have rates measured on one GPU; "
+        "nothing is fitted to a figure that is counted. Figures and parameters were committed before the script "
+        "first ran; settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated earlier, by [their own "
+        "scripts](experiments.md). `python benchmarks/published.py FILE` does the same with your own figures; the "
+        "format is described at the top of benchmarks/lib/published_figures.py.",
         "",
-        "A source *states its setting* when it names the GPU, the nodes, the network between them where there are "
-        "several, heads, lengths or their distribution, mask and method. Something *stands in* where it does, but the "
-        "data is not here. Misses stay in every median.",
+        "A source *states its setting* if it names the GPU, the nodes, the network between them if there are "
+        "several, heads, lengths or their distribution, mask and method. Something *stands in* if the setting is "
+        "stated, but its data is not available here. Misses stay in every median.",
         "",
         "## How far off",
         "",
@@ -222,8 +222,8 @@ def page(results: Sequence[Result]) -> str:
         "",
         MERGES,
         "",
-        "Striped attention (ring-flash-attention) has no strategy here, so its rows are not entered; nor are NeMo's "
-        "FLOPs, whose formula is not stated, and a public table whose H100 rows repeat its 4090 rows.",
+        "Not entered are: striped attention (ring-flash-attention), which no strategy here represents; NeMo's FLOPs, "
+        "whose formula is not stated; and a public table whose H100 rows repeat its 4090 rows.",
         "",
     ]
     return "\n".join(lines)
@@ -232,53 +232,53 @@ def page(results: Sequence[Result]) -> str:
 RATIOS_MISS = {
     "DCP": (
         "the artifact runs its baselines in groups, as many as the largest power of two not above 131,072 // longest "
-        "document, with documents dealt to them greedily by tokens and rounded up to twice a group's ranks; its files "
-        "do not hold the longest document, so here all 32 ranks are one group. Of LoongTrain it takes the best window "
-        "of a double ring, of DCP the best block of 1,024, 2,048 and 4,096 tokens, and it drops batches that are less "
-        "than 75 % full; here LoongTrain is one flat ring and every batch has 131,072 tokens. LoongTrain comes out "
-        "too slow, plain rings and DCP too fast, and a ratio has both errors"
+        "document, with documents dealt to them greedily by tokens and rounded up to twice a group's ranks; its "
+        "files do not state the longest document, so here all 32 ranks are one group. For LoongTrain it takes the "
+        "best window of a double ring, for DCP the best block of 1,024, 2,048 and 4,096 tokens, and it drops batches "
+        "that are less than 75 % full; here LoongTrain is one flat ring and every batch has 131,072 tokens. "
+        "LoongTrain comes out too slow, plain rings and DCP too fast, and a ratio has both errors"
     ),
     "FCP": (
-        "the length of its equal documents is not stated, and a ring depends on it; of the ablation the lower rungs "
+        "the length of its equal documents is not stated, and a ring depends on it; the lower rungs of the ablation "
         "are simulated too fast, so every step up is too small"
     ),
     "MagiAttention blog": (
         "the network between nodes is not stated; Megatron's hybrid is too fast at 16 GPUs and MagiAttention at 64"
     ),
     "zhuzilin/ring-flash-attention": (
-        "zigzag over several documents is still too fast: what Python takes to issue the next kernel after each wait "
-        "of the host is not public and not simulated"
+        "zigzag over several documents is still too fast: the time that Python needs to issue the next kernel after "
+        "each wait of the host is not published and not simulated"
     ),
 }
-"""Why ratios of a source miss, by its first words."""
+"""Why ratios of a source miss, by the first words of the source."""
 
 MERGES = (
-    "*Merges*: figures so marked are of ring-flash-attention, whose code sends keys from where they lie and "
+    "*Merges*: figures with this mark are of ring-flash-attention, whose code sends keys from where they are and "
     "accumulates in float32 outside its kernels: after every step it reads the block's output in bfloat16 and reads "
-    "and writes the accumulated one (10 bytes a number, and the LSEs), in the backward the same of dq, dk and dv; a "
-    "zigzag of several documents gathers halves by a mask and puts them back, and the host waits at each use of the "
-    "mask. The count, step by step, is in benchmarks/published_merges.py; bytes go at the speed of copies, a kernel or "
-    "a wait costs the start of a kernel. LoongTrain is built on that code; its flat ring is bound by the network here, "
-    "and its merges are not counted."
+    "and writes the accumulated one (10 bytes a number, and the LSEs), and in the backward the same for dq, dk and "
+    "dv; a zigzag of several documents gathers halves by a mask and puts them back, and the host waits at each use "
+    "of the mask. The count, step by step, is in benchmarks/published_merges.py; bytes move at the speed of copies, "
+    "and a kernel or a wait costs the start of a kernel. LoongTrain is built on that code; its flat ring is bound by "
+    "the network here, and its merges are not counted."
 )
 
 CHANGED = (
-    "In the first run `minheap:2048` stood for MagiAttention, with every key sent straight from its owner: off by -1 "
-    "%, -35 %, -39 % and -21 % at 8, 16, 32 and 64 GPUs. Its charts are of its native group collectives, which cross "
-    "to a node once, so `minheap:2048,relay` stands for it since. Packing and merging were first priced as our "
-    "executor does them (median error 17 % where the setting is stated, Ulysses -20 % and MagiAttention -24 % at 8 "
-    "GPUs); what other systems clear, merge and round outside their kernels is not ours, so of theirs only the copies "
-    "of messages count since, in all figures alike. Ratios of stated settings were then off by 20 % in the median, "
-    "most of those near it with ring-flash-attention's zigzag on one side; what that library does between its kernels "
-    "is priced since, in all its rings alike, from its code ([parameters](#parameters)). Its merge is taken as fused, "
-    "because it is a scripted function; not fused it would read and write 38 bytes a number, which gives 14 % for "
-    "figures and 9 % for ratios of stated settings. These choices were made with figures in sight.",
+    "In the first run `minheap:2048` represented MagiAttention, with every key sent straight from its owner: off by "
+    "-1 %, -35 %, -39 % and -21 % at 8, 16, 32 and 64 GPUs. Its charts are of its native group collectives, which "
+    "cross to a node once, so `minheap:2048,relay` replaced it. Packing and merging were first priced as in our "
+    "executor (median error 17 % if the setting is stated, Ulysses -20 % and MagiAttention -24 % at 8 GPUs). Other "
+    "systems clear, merge and round in other ways outside their kernels, so for them only the copies of messages are "
+    "now counted, in all figures alike. Ratios of stated settings were then off by 20 % in the median, and most of "
+    "those near it had ring-flash-attention's zigzag on one side; the work of that library between its kernels is "
+    "now priced from its code, in all its rings alike ([parameters](#parameters)). Its merge is assumed to be fused, "
+    "because it is a scripted function; without fusion it would read and write 38 bytes a number, which gives 14 % "
+    "for figures and 9 % for ratios of stated settings. These choices were made with knowledge of the figures.",
     "",
-    "In the first run flexcp's own strategies stood for three papers: `hypergraph` for DCP, `minheap:4096` for FCP, "
-    "`groups` for DHP; and Megatron-LM's degrees in DCP's end-to-end figures were taken as not stated. Those lines are "
-    "marked *first run* and stay counted. The papers' planners, `dcp`, `fcp` and `dhp`, are here since, and DCP's "
+    "In the first run flexcp's own strategies represented three papers: `hypergraph` DCP, `minheap:4096` FCP and "
+    "`groups` DHP; and Megatron-LM's degrees in DCP's end-to-end figures were treated as not stated. Those lines are "
+    "marked *first run* and stay counted. flexcp now has the papers' planners, `dcp`, `fcp` and `dhp`, and DCP's "
     "public code gives Megatron-LM's degrees (`usp:2,8`) and batches (as many tokens as the longest document may "
-    "have): the last lines simulate the same published values with them. That they do not count, because a published "
-    "value counts once and by the line that was entered first, was decided before they were simulated.",
+    "have): the last lines simulate the same published values with them. They are not counted, because a published "
+    "value counts once, by the line that was entered first; this was decided before they were simulated.",
     "",
 )

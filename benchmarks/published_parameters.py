@@ -1,9 +1,9 @@
-"""Parameters of published settings: links and kernels as others measured them, each with its source.
+"""Parameters of published settings: links and kernels as measured by others, each with its source.
 
-A figure that ``published.py`` counts is never a source. Links are what NCCL reaches between processes, so their cost
-models lose nothing more to protocols. A kernel is a rate measured on one GPU; its efficiency is the one with which the
-cost model, price of row tiles included, gives that rate on the same lengths. Backward rates are measured as well, or
-their share of the forward is another measurement's.
+A figure that ``published.py`` counts is never a source. Links have the speed that NCCL reaches between processes, so
+their cost models lose nothing more to protocols. A kernel is a rate measured on one GPU; its efficiency is the one with
+which the cost model, including row tiles, gives that rate on the same lengths. Backward rates are measured too, or
+their ratio to the forward is taken from another measurement.
 
 ========================  ============================================================================================
 rate                      source
@@ -22,10 +22,10 @@ inside a node             the presets' own latency, an estimate
 Kernels: FlashAttention-2 on one H800 and one A100 are the columns "theoretic flash_attn" of ring-flash-attention's
 README (one GPU, 8,192 tokens, without context parallelism). FlashAttention-3 and FFA on varlen lengths are
 MagiAttention's kernel charts (H100, 32K tokens). FlashAttention-3 on an H20 is Dao-AILab/flash-attention issue 1310.
-torchtitan's attention is FlashAttention-2 as measured on one H200 here; its linear layers are what its table 2 leaves
-for them without context parallelism (FSDP 8, CP 1), a row that is not counted.
+torchtitan's attention is FlashAttention-2 as measured on one H200 here; its linear layers have the efficiency that
+follows from its table 2 without context parallelism (FSDP 8, CP 1), a row that is not counted.
 
-What ring-flash-attention does between its kernels is counted from its code, in ``published_merges.py``.
+The work of ring-flash-attention between its kernels is counted from its code, in ``published_merges.py``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ BACKWARD = 2.5
 
 
 OTHERS = Rules(copies_messages_only=True)
-"""Other systems copy q, k, v and outputs into the buffers of their calls and out of them; the rest of what our executor
-does is its own.
+"""Other systems copy q, k, v and outputs into and out of the buffers of their calls;
+the other copies of our executor are its own.
 """
 
 
@@ -66,10 +66,10 @@ class Machine:
     inter_mbps: int
     ranks_per_nic: int = 1
     ranks_in_one: int = 1
-    """GPUs that count as one rank: tensor parallelism, without its own collectives."""
+    """The number of GPUs that count as one rank: tensor parallelism, without its own collectives."""
 
     def cluster(self, name: str, nodes: int, ranks_per_node: int) -> Cluster:
-        """So many of it; across nodes a transfer begins later than inside one."""
+        """Return a cluster of these nodes; across nodes a transfer starts later than inside one."""
         found = cluster(self.preset, nodes, ranks_per_node)
         latency = found.latency_ns if nodes == 1 else ACROSS_NS
         return replace(
@@ -82,7 +82,7 @@ class Machine:
         )
 
     def rules(self) -> Rules:
-        """What a simulation of it assumes: shared network cards, and copies as fast as the preset's memory."""
+        """Return the simulator's rules: shared network cards, and copies as fast as the preset's memory."""
         memory = copy_mbps(cluster(self.preset)) * self.ranks_in_one
         return replace(OTHERS, ranks_per_nic=self.ranks_per_nic, copy_mbps=memory)
 
@@ -100,7 +100,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """TFLOP/s of a kernel on one GPU, forward and backward, and the causal (or full) batches it had."""
+    """TFLOP/s of a kernel on one GPU, forward and backward, and the causal (or full) batches it ran on."""
 
     batches: Sequence[Sequence[int]]
     forward: float
@@ -108,7 +108,7 @@ class Measured:
     full: bool = False
 
     def efficiency(self, rate: float, gflops: int) -> float:
-        """The share of the peak at which the cost model's pairs, row tiles included, take as long."""
+        """Return the share of the peak at which the cost model, including row tiles, takes as long."""
         paid = [self._area(b) + int(CostModel().row_tiles_work(np.array(b, np.int64)).sum()) for b in self.batches]
         return rate * 1000 / gflops * sum(paid) / sum(self._area(b) for b in self.batches)
 
@@ -117,7 +117,7 @@ class Measured:
 
 
 def _cost(name: str, preset: str, points: Sequence[Measured], linear: int | None = None) -> CostModel:
-    """A cost model with the mean efficiency of what was measured."""
+    """Return a cost model with the mean efficiency of the measurements."""
     gflops = cluster(preset).gflops
     found = [statistics.mean(p.efficiency(getattr(p, way), gflops) for p in points) for way in ("forward", "backward")]
     cost = CostModel(name, forward_efficiency=round(1000 * found[0]), backward_efficiency=round(1000 * found[1]))
@@ -128,11 +128,11 @@ def _cost(name: str, preset: str, points: Sequence[Measured], linear: int | None
 
 ONE = ((8192,),)
 PACKED = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
-"""The README's benchmark takes these in turn."""
+"""The batches that the README's benchmark takes in turn."""
 
 
 def _iterations(batches: Sequence[Sequence[int]], forward: float, both: float) -> Measured:
-    """Rates of 32 heads of 128 from iterations a second, forward alone and with the backward."""
+    """Return the rates of 32 heads of 128, from iterations a second of the forward alone and with the backward."""
     flops = FLOPS * 128 * 32 * statistics.mean(sum(n * (n + 1) // 2 for n in b) for b in batches)
     return Measured(batches, flops * forward / 1e12, BACKWARD * flops / (1 / both - 1 / forward) / 1e12)
 
@@ -141,12 +141,12 @@ def _iterations(batches: Sequence[Sequence[int]], forward: float, both: float) -
 
 TORCHTITAN_FA2 = Measured(((65_536,),), 348.0, 320.0)
 ALONE = (32_768, 3_890.0)
-"""Tokens of a GPU and tokens a second of it without context parallelism."""
+"""Tokens of a GPU, and its tokens a second without context parallelism."""
 
 
 def _torchtitan() -> CostModel:
-    """Linear layers at the efficiency that table 2's row without context parallelism leaves them:
-    forward, again, and backward.
+    """Return a cost model whose linear layers have the efficiency that follows from table 2's row without context
+    parallelism: forward, again, and backward.
     """
     preset, machine = find_model("llama3-8b"), cluster("h100")
     cost = _cost("torchtitan-float8-h100", "h100", [TORCHTITAN_FA2])
@@ -162,12 +162,12 @@ def _torchtitan() -> CostModel:
     return replace(cost, linear_efficiency=round(1000 * tokens * flops / left / machine.gflops))
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- lookup by name ---------------------------------------------------------------------------------------------------
 
 WEB = tuple(tuple(draw_lengths("web", 32_768, seed)) for seed in range(5))
 FA3_BACKWARD = 586 / 684
-"""FlashAttention-3 on an H100, causal, 32K, by MagiAttention's kernel charts:
-an H20's own backward is not in the issue's excerpt.
+"""Backward over forward of FlashAttention-3 on an H100, causal, 32K, from MagiAttention's kernel charts;
+the issue has no backward of an H20.
 """
 H20 = (Measured(((2048,),), 107.8, 107.8 * FA3_BACKWARD), Measured(((2048,),), 126.2, 126.2 * FA3_BACKWARD, full=True))
 
@@ -184,9 +184,9 @@ KERNELS: dict[str, Callable[[], CostModel]] = {
 
 
 def place(text: str, kernel: str | None) -> tuple[Cluster, Rules, CostModel]:
-    """The cluster a figure names, what a simulation of it assumes, and the cost model of its kernel and links.
+    """Return the cluster that a figure names, the simulator's rules for it, and the cost model of its kernel and links.
 
-    A name that is not in ``MACHINES`` is a preset's; without a kernel the cost model is the analytic one.
+    A name that is not in ``MACHINES`` is that of a preset; without a kernel the cost model is the analytic one.
     """
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(
@@ -207,7 +207,7 @@ def place(text: str, kernel: str | None) -> tuple[Cluster, Rules, CostModel]:
 
 
 def show() -> list[str]:
-    """The measured machines and kernels, a line each."""
+    """Return the measured machines and kernels, one per line."""
     lines = []
     for name, machine in MACHINES.items():
         lines.append(

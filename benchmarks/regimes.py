@@ -1,10 +1,10 @@
-"""When ``auto`` pays, by regime: simulated speed-ups over static methods, with the name of every baseline.
+"""When ``auto`` pays, by regime: simulated speed-ups over static methods, each with the name of its baseline.
 
 ``make regimes`` writes docs/results/regimes.md.
 
 A regime is a number of KV heads on a rank and a cluster. In each, batches of several length distributions and two sizes
-are planned by ``auto`` and by every static method in its best degree, and the event simulator times both. There are
-four baselines: the best static method *of the batch*, which is stronger than what a training run has, and the best one
+are planned by ``auto`` and by every static method in its best degree, and timed by the event simulator. There are four
+baselines: the best static method *of the batch*, which is stronger than what a training run can use, and the best one
 *fixed for the run*, chosen on other batches of the same distribution; each with documents dealt by tokens and by load.
 ``--only NAME`` makes one table.
 """
@@ -34,14 +34,14 @@ from simulated import Experiment, row_of, step_of, table
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
 TOKENS = (8192, 32_768)
 OTHER_SEEDS = (1, 2)
-"""Batches on which the method of a run is chosen; the batch that is timed has seed 0."""
+"""Seeds of the batches on which the method of a run is chosen; the timed batch has seed 0."""
 LARGE = find_model("llama3-70b")
 EIGHT, ONE = Shape(32, 8, 128, 128), Shape(8, 1, 128, 128)
 
 
 @dataclass(frozen=True)
 class Regime:
-    """A kind of machine and model: ``name`` is for ``--only``, ``words`` are what a reader recognises."""
+    """A kind of machine and model: ``name`` is for ``--only``, ``words`` describe it on the page."""
 
     name: str
     words: str
@@ -51,7 +51,7 @@ class Regime:
     tp: int = 1
 
     def experiment(self, where: Cluster) -> Experiment:
-        """Attention alone, or a step of llama3-8b, or of llama3-70b under tensor parallelism."""
+        """Return attention alone, or a step of llama3-8b, or of llama3-70b under tensor parallelism."""
         if not self.whole_step:
             return Experiment(where, self.shape)
         if self.tp == 1:
@@ -89,10 +89,10 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the fastest static method of the batch and the one fixed for the run,
+    """One batch: ``auto``'s choice, the fastest static method of the batch and the one fixed for the run,
     in simulated nanoseconds.
 
-    Static ones are in the order of ``DEALINGS``: documents dealt by tokens, by load.
+    Static methods are in the order of ``DEALINGS``: documents dealt by tokens, by load.
     """
 
     regime: Regime
@@ -105,12 +105,12 @@ class Cell:
 
     @property
     def gain(self) -> float:
-        """Over the best static method of the batch, documents dealt by tokens."""
+        """Speed-up of ``auto`` over the best static method of the batch, documents dealt by tokens."""
         return self.of_batch[0][0] / self.auto[0]
 
     @property
     def gains(self) -> list[float]:
-        """Over the baselines in the order of ``BASELINES``."""
+        """Speed-ups of ``auto`` over the baselines in the order of ``BASELINES``."""
         return [ns / self.auto[0] for ns, _ in (*self.of_batch, *self.fixed)]
 
 
@@ -145,7 +145,7 @@ def cells_of(regime: Regime) -> list[Cell]:
 
 
 def summary(regimes: dict[Regime, list[Cell]]) -> list[str]:
-    """A row for each regime."""
+    """Return a table with a row for each regime."""
     rows = []
     for regime, cells in regimes.items():
         gains = [cell.gain for cell in cells]
@@ -168,7 +168,7 @@ def summary(regimes: dict[Regime, list[Cell]]) -> list[str]:
 
 
 def details(regime: Regime, cells: list[Cell]) -> list[str]:
-    """A row for each batch of a regime."""
+    """Return a table with a row for each batch of a regime."""
     rows = [
         [
             c.where,
@@ -184,7 +184,7 @@ def details(regime: Regime, cells: list[Cell]) -> list[str]:
 
 
 def page(regimes: dict[Regime, list[Cell]]) -> str:
-    """The whole page."""
+    """Return the page."""
     lines = [
         "# When it pays, by regime",
         "",
@@ -205,7 +205,7 @@ def page(regimes: dict[Regime, list[Cell]]) -> str:
 
 
 def main() -> None:
-    """Simulate what is asked for and write the page."""
+    """Simulate the requested regimes and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", choices=[regime.name for regime in REGIMES])

@@ -1,11 +1,11 @@
-"""``auto``'s regret, judged by what it was not chosen with: every strategy's plan replayed with real kernels.
+"""``auto``'s regret, judged by times that it was not chosen by: every strategy's plan is replayed with real kernels.
 
     python benchmarks/regret.py                  # CPU kernels on this machine; takes minutes, wants an idle machine
     python benchmarks/regret.py --device cuda    # on a GPU machine
 
-For each batch all strategies are planned, every rank's kernels run one after the other, and communication is simulated
-around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best. On a CPU the
-cost model is calibrated first, because a planner that believes in GPUs would not be judged.
+For each batch all strategies are planned, the kernels of every rank run one after the other, and communication is
+simulated around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best
+strategy. On a CPU the cost model is calibrated first, because a planner with a GPU's cost model could not be judged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCHES = ("web", "longtail", "libra256k", "equal")
 def regrets(
     device: str, ranks: int, tokens: int, seeds: int, shape: Shape, found: Calibration
 ) -> list[tuple[str, str, float, float]]:
-    """(batch, best strategy, auto's ms, best ms) of every batch."""
+    """Return (batch, best strategy, auto's ms, best ms) for every batch."""
     rows = []
     machine = found.on(cluster("cpu" if device == "cpu" else "h200", 1, ranks))
     for name in BATCHES:
@@ -57,7 +57,7 @@ def regrets(
 
 
 def main() -> None:
-    """Print the table, worst and mean regret."""
+    """Print the table, and worst and mean regret."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=4)

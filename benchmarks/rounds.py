@@ -1,11 +1,11 @@
-"""One call a stage against calls of few rounds, measured over slow links:
-what ``bind(rounds_per_call=...)`` gains or costs on gloo.
+"""One call per stage against calls of few rounds, measured over slow links:
+the gain or cost of ``bind(rounds_per_call=...)`` on gloo.
 
     sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 400
 
-Ranks are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing
-and reductions. Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and
-iproute2; skips without them.
+Ranks are network namespaces (benchmarks/lib/box.py), and the kernel does nothing, so a step is its communication,
+packing and reductions. Times are milliseconds of the slowest rank in the fastest of ``--repeats``, forward and
+backward. Needs root and iproute2; skips without them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _most_calls(plan: Plan, rounds_per_call: int | None) -> int:
-    how = CallSettings(rounds_per_call)  # makes the rounds here, so that no rank has to
+    how = CallSettings(rounds_per_call)  # computes the rounds here, so that no rank has to
     found = [rank_calls(plan, r, 0, backward, how) for r in range(plan.ranks) for backward in (False, True)]
     return max(len(calls) for stages in found for calls in stages)
 

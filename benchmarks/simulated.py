@@ -1,4 +1,4 @@
-"""What the simulated experiments share: a batch planned and simulated in many ways, and how tables are written."""
+"""Common parts of the simulated experiments: planning and simulating a batch in many ways, and writing tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
 
 @dataclass(frozen=True)
 class Experiment:
-    """Where batches run: cluster, shape, cost, rules; with a model a whole step is timed."""
+    """Where batches run: cluster, shape, cost, rules; with ``training`` a whole step is timed."""
 
     cluster: Cluster
     shape: Shape
@@ -35,11 +35,11 @@ class Experiment:
     def compare(
         self, lengths: Sequence[int], names: Sequence[str], mask: Mask | None = None, search: bool = True
     ) -> Comparison:
-        """The strategies on one batch; with ``search`` a static one without a degree in its best."""
+        """Compare the strategies on one batch; with ``search`` a static one without a degree has its best degree."""
         return compare(self.request(lengths, mask), names, self.rules, search=search)
 
     def request(self, lengths: Sequence[int], mask: Mask | None = None) -> Request:
-        """One batch as planners are asked for it."""
+        """Return the planners' request for one batch."""
         if self.training is None:
             return Request(make_batch(lengths, mask or causal()), self.shape, self.cluster, self.cost)
         model = self.training.model.model
@@ -48,19 +48,19 @@ class Experiment:
 
 
 def step_of(preset: Preset, cluster: Cluster, sync: str = "fsdp", rules: Rules = Rules()) -> Experiment:  # noqa: B008
-    """An experiment on whole steps of a model."""
+    """Return an experiment on whole steps of a model."""
     return Experiment(cluster, preset.shape, rules=rules, training=Training(preset, sync))  # type: ignore[arg-type]
 
 
 def scaled_lengths(name: str, tokens: int, scale: float, seed: int) -> list[int]:
-    """Documents of a distribution, each ``scale`` times as long, of ``tokens`` in all."""
+    """Draw documents of a distribution, each ``scale`` times as long, with ``tokens`` tokens in all."""
     found = [max(1, round(n * scale)) for n in draw_lengths(name, round(tokens / scale), seed)]
     found[-1] = max(1, found[-1] + tokens - sum(found))
     return found
 
 
 def cut_lengths(lengths: Sequence[int], longest: int) -> list[int]:
-    """Documents of at most ``longest`` tokens: longer ones are cut."""
+    """Cut documents that are longer than ``longest`` tokens."""
     parts: list[int] = []
     for n in lengths:
         parts += [longest] * (n // longest) + [n % longest] * (n % longest > 0)
@@ -68,7 +68,7 @@ def cut_lengths(lengths: Sequence[int], longest: int) -> list[int]:
 
 
 def simulations(found: Comparison, names: Iterable[str]) -> dict[str, Simulation]:
-    """Simulations by the strategy asked for, without its degree."""
+    """Return simulations by the requested strategy, without its degree."""
     wanted = set(names)
     return {
         row.name if row.name in wanted else row.name.partition(":")[0]: row.simulation
@@ -78,7 +78,7 @@ def simulations(found: Comparison, names: Iterable[str]) -> dict[str, Simulation
 
 
 def row_of(found: Comparison, name: str) -> Row:
-    """The row of a strategy that must have run."""
+    """Return the row of a strategy that must have run."""
     for row in found.rows:
         if row.name.partition(":")[0] == name and row.simulation is not None:
             return row
@@ -86,12 +86,12 @@ def row_of(found: Comparison, name: str) -> Row:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The arithmetic mean."""
+    """Return the arithmetic mean."""
     return statistics.mean(values)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return [
         "| " + " | ".join(headers) + " |",
         "| --- " * len(headers) + "|",
@@ -101,5 +101,5 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def off(simulated: float, published: float) -> str:
-    """How far a simulated figure lies from a published one."""
+    """Return the error of a simulated figure against a published one."""
     return f"{simulated / published - 1:+.0%}"

@@ -1,9 +1,9 @@
-"""How long it takes to simulate a plan, measured. ``make simulator-speed`` writes docs/results/simulator-speed.md.
+"""The time to simulate a plan, measured; ``make simulator-speed`` writes docs/results/simulator-speed.md.
 
-One line for each plan of a batch with 32K tokens a rank: attention forward and backward of one layer, :func:`simulate`
-alone with the plan at hand, compiled loops warm. Strategies take turns. Beside the clock's time, of which each has the
-median of its turns, is the least that the processor spent: simulating is one thread, so on a machine with other work
-that is the nearer to what it takes. The page says how many processes wanted the machine's cores meanwhile.
+There is one line for each plan of a batch with 32K tokens a rank: attention forward and backward of one layer,
+:func:`simulate` alone with a finished plan and compiled loops. Strategies take turns. The page has the median wall time
+over the turns, and the least CPU time: simulating uses one thread, so on a machine with other load CPU time is the
+better measure. The page also states the load of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLANS = (
 )
 TURNS = 15
 IDLE_BELOW = 1.5
-"""The load with which a machine counts as idle: this process is 1 of it."""
+"""A machine with a load below this counts as idle; this process contributes 1."""
 
 
 def planned(strategy: str, ranks: int, lengths: str = "libra256k") -> Plan:
@@ -45,9 +45,7 @@ def planned(strategy: str, ranks: int, lengths: str = "libra256k") -> Plan:
 
 
 def measured(plans: list[Plan], turns: int) -> list[list[tuple[float, float]]]:
-    """Milliseconds (of the processor, by the clock) of each plan in every turn; the first, which may compile,
-    is left out.
-    """
+    """Return (CPU, wall) milliseconds of each plan in every turn; the first turn, which may compile, is left out."""
     found: list[list[tuple[float, float]]] = [[] for _ in plans]
     for turn in range(turns + 1):
         for plan, times in zip(plans, found, strict=True):

@@ -1,12 +1,12 @@
-"""What the error rule of ``kernel_cases.py`` says of the reference itself: its gradient of sinks in float32,
-documents reversed.
+"""The error rule of ``kernel_cases.py`` applied to the reference itself: its gradient of sinks in float32,
+with documents reversed.
 
     python benchmarks/sinks_control.py --seeds 1000        # minutes on a CPU; no GPU needed
 
 A sink's gradient is one number a head, a sum over all rows whose terms cancel. The rule allows twice the error of the
-reference's own number, which now and then is nearly exact by chance. So the reference is held to it against itself:
-same documents, same arithmetic, another order of rows. How often that breaks the rule says how much a case of another
-kernel that breaks it means.
+reference's own number, which is sometimes nearly exact by chance. So the reference is compared with itself by the same
+rule: same documents, same arithmetic, another order of rows. How often that breaks the rule shows how much it means if
+another kernel breaks it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lib.kernel_cases import MODELS, KernelSetup, error_share, plain_results, ra
 
 
 def share(model: KernelSetup, seed: int) -> float:
-    """Error / allowed error of the gradient of sinks with documents reversed, by the rule's own reference."""
+    """Return the error over the allowed error of the gradient of sinks with documents reversed."""
     rng = np.random.default_rng(seed)
     lengths, masks = random_batch(rng)
-    while len(lengths) == 1:  # reversed, one document is the same
+    while len(lengths) == 1:  # a single document would not change
         lengths, masks = random_batch(rng)
     tokens, dtype = sum(lengths), getattr(torch, model.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -51,12 +51,12 @@ def share(model: KernelSetup, seed: int) -> float:
 
 
 def main() -> None:
-    """How many of the cases with sinks break the rule, for each float32 model."""
+    """Print how many of the cases with sinks break the rule, for each float32 model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
     asked = parser.parse_args()
     for model in (m for m in MODELS if m.dtype == "float32"):
-        shares = [share(model, seed) for seed in range(1, asked.seeds, 2)]  # as the cases with sinks
+        shares = [share(model, seed) for seed in range(1, asked.seeds, 2)]  # the seeds of cases with sinks
         broken = sum(s > 1 for s in shares)
         what = f"heads of {model.head_dim}, softcap {model.softcap}"
         print(f"{what}: {broken} of {len(shares)} cases break the rule, the worst by {max(shares):.2f}", flush=True)

@@ -1,16 +1,16 @@
-"""One rank slowed down, measured in the box: how much of the lost time the loader wins back by following speeds.
+"""One slow rank, measured in the box: how much of the lost time the loader wins back by following speeds.
 
     sudo python benchmarks/slow_rank.py                                            # 2 nodes of 2 ranks, one at 70 %
     sudo python benchmarks/slow_rank.py --write docs/results/slow-rank.md
 
-Every rank is a network namespace with ports of ``--mbit`` (benchmarks/lib/box.py) and a device paced at ``--gflops``;
-real loaders give out the same batches in three cases, in turns: with all ranks at full speed, with one at ``--speed``
-of it, and so again with ``Loader(follow_speeds=..., telemetry=...)``, which learns of it from telemetry alone. A step
-is a forward and a backward of one layer, all ranks beginning together, and takes as long as its slowest rank. Planning
-is not in it.
+Every rank is a network namespace with ports of ``--mbit`` (benchmarks/lib/box.py) and a device paced at ``--gflops``.
+Real loaders give out the same batches in three cases, in turns: with all ranks at full speed, with one at ``--speed``
+of it, and the latter again with ``Loader(follow_speeds=..., telemetry=...)``, which learns of the slow rank from
+telemetry alone. A step is a forward and a backward of one layer, with all ranks starting together, and takes as long as
+its slowest rank; planning is not included.
 
-The loss of a step is what it takes longer than with all ranks at full speed. Needs root and iproute2; without them it
-says so and ends with exit code 0.
+The loss of a step is its time beyond that with all ranks at full speed. Needs root and iproute2; without them it says
+so and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ LOOKAHEAD, EVERY, STEPS, AFTER = 4, 4, 24, 16
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank saw of a case: seconds of every repeat of its steps, and the corrections in the end."""
+    """A rank's results in a case: seconds of every repeat of its steps, and the corrections at the end."""
 
     seconds: list[list[float]]
     corrections: list[Any]
 
 
 class Sized:
-    """Map-style, lengths known, tokens that cost nothing to make; lengths of all sizes."""
+    """A map-style dataset with known lengths of all sizes and tokens that cost nothing to make."""
 
     def __init__(self, count: int = 4000) -> None:
         drawn = np.random.default_rng(0).lognormal(6.8, 1.1, count)
@@ -77,7 +77,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Case:
-    """How fast the slow rank is, and after how many steps corrections are agreed on (0: never)."""
+    """The speed of the slow rank, and the number of steps between corrections (0: none)."""
 
     speed: float
     every: int
@@ -92,7 +92,7 @@ def run(
     steps: int,
     repeats: int,
 ) -> list[Run]:
-    """Collective over ``group``: train some steps of every case, in turns, the last rank being the slow one."""
+    """Train some steps of every case, in turns, with the last rank slow; collective over ``group``."""
     sizes: dict[str, Any] = {"dtype": DTYPE, "cluster": machine, "cost": COST, "strategy": strategy}
     planner = flexcp.Planner(HEADS, KV_HEADS, HEAD_DIM, **sizes)
     found = [Run([], []) for _ in cases]
@@ -117,7 +117,7 @@ def run(
 
 
 def _timed(batch: LocalBatch, group: dist.ProcessGroup, gflops: float) -> float:
-    """Seconds of forward and backward."""
+    """Return the seconds of forward and backward."""
     rows = len(batch.tokens)
     batch.step.prepare("cpu")
     q = torch.zeros(rows, HEADS, HEAD_DIM, requires_grad=True)
@@ -140,7 +140,7 @@ def main() -> None:
     asked = parsed(parser)
     if asked is None:
         return
-    signal.signal(signal.SIGTERM, _end)  # so that the box is taken down
+    signal.signal(signal.SIGTERM, _end)  # so that the box is removed
     machine = box_cluster(asked, round(asked.gflops * 1000 / PEAK_PERMILLE[DTYPE]) or 1)
     with Box(asked.nodes, asked.ranks) as box:
         box.network.limit(asked.mbit)
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def page(asked: argparse.Namespace, machine: Cluster, told: list[list[Run]]) -> str:
-    """The page: the three cases by spans of steps."""
+    """Return the page: the three cases by ranges of steps."""
     took = [np.max([rank[case].seconds for rank in told], axis=0).min(axis=1) * 1e3 for case in range(3)]
     corrections = told[0][2].corrections
     ranks, speed = machine.ranks, asked.speed

@@ -1,12 +1,12 @@
-"""Soak: thousands of steps of changing batches in one process group; does anything grow?
+"""Soak test: thousands of steps with changing batches in one process group; does anything grow?
 
     python benchmarks/soak.py --steps 5000 --write docs/results/soak.md
 
-Every step draws another batch, another mask and another strategy, plans it, binds it and runs attention forward and
-backward on gloo ranks, as a training loop does, with no reference kept. After step :data:`SETTLED` and at the end each
-rank says what it holds: resident memory (after a collection and a trim of the allocator's free lists), threads, open
-files, sockets, and shared memory of this machine. Resident memory may grow by 2 %, the others not at all. Results of
-one fixed batch are compared bit by bit at the beginning and at the end: no drift.
+Every step draws another batch, mask and strategy, plans it, binds it and runs attention forward and backward on gloo
+ranks, as a training loop does, and keeps no reference. After step :data:`SETTLED` and at the end each rank reports its
+resources: resident memory (after collecting garbage and returning free memory), threads, open files, sockets, and
+shared memory of this machine. Resident memory may grow by 2 %, the others not at all. Results of one fixed batch are
+compared bit by bit at the beginning and at the end.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from flexcp.measure.ranks import RankPool
 from lib.soaking import SETTLED, Held, soak
 
 GROWTH = 0.02
-"""How much resident memory may grow."""
+"""The share by which memory may grow."""
+MEMORIES = {"resident": "resident memory", "allocated": "CUDA memory allocated", "reserved": "CUDA memory reserved"}
+"""The kinds of memory that may grow by that share, by their names in :class:`lib.soaking.Held`."""
 
 
 def verdicts(before: list[Held], after: list[Held], same: bool) -> list[str]:
-    """A line for everything that grew or drifted."""
+    """Return a line for everything that grew or changed."""
     found = [] if same else ["the results of the first batch have changed"]
     for rank, (a, b) in enumerate(zip(before, after, strict=True)):
-        if b.resident > a.resident * (1 + GROWTH):
-            found.append(f"rank {rank}: resident memory grew by {100 * (b.resident / a.resident - 1):.1f} %")
+        for what, name in MEMORIES.items():
+            old, new = getattr(a, what), getattr(b, what)
+            if new > old * (1 + GROWTH):
+                found.append(f"rank {rank}: {name} grew by {100 * (new / old - 1) if old else 100:.1f} %")
         for what in ("threads", "files", "sockets", "shared"):
             if getattr(b, what) > getattr(a, what):
                 found.append(f"rank {rank}: {what} grew from {getattr(a, what)} to {getattr(b, what)}")
@@ -37,7 +41,7 @@ def verdicts(before: list[Held], after: list[Held], same: bool) -> list[str]:
 
 
 def main() -> int:
-    """Soak, compare, say."""
+    """Run the soak test, compare and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,12 +1,12 @@
-"""What telemetry costs: attention with and without a Telemetry, in turns in one run, and the cost of its stamps alone.
+"""The cost of telemetry: attention with and without a Telemetry, in turns in one run, and its time stamps alone.
 
     python benchmarks/telemetry.py                        # 2 CPU ranks
-    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # GPUs, NCCL (not run yet: no machine)
+    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # NCCL; on one GPU: benchmarks/trust_gpu.py --only telemetry
 
-Layers run forward and backward, one with a Telemetry, one without, over and over; the ratio is of the medians of the
-slowest rank's time. Machines wander by more than a stamp costs, so the second figure is the surer one: the time to
-follow a pass of as many slots in a loop of its own, over the time of a pass. ``--nan-check`` adds the look at every
-output.
+Layers run forward and backward, alternately with and without a Telemetry; the ratio is that of the medians of the
+slowest rank's time. The speed of a machine varies by more than a time stamp costs, so the second figure is the more
+reliable one: the time to record a pass with as many slots in a loop of its own, over the time of a pass.
+``--nan-check`` adds the check of every output.
 """
 
 from __future__ import annotations
@@ -59,24 +59,27 @@ def main() -> None:
 Timed = tuple[list[float], list[float], float]
 
 
-def measure(group: dist.ProcessGroup, plan: Plan, rounds: int, nan_check: bool, device: str) -> Timed:
-    """Seconds of each layer without and with a Telemetry, and of following one forward and backward
-    that does nothing.
+def measure(group: dist.ProcessGroup | None, plan: Plan, rounds: int, nan_check: bool, device: str) -> Timed:
+    """Return the seconds of each layer without and with a Telemetry,
+    and of recording a forward and backward that do nothing.
     """
     telemetry = flexcp.Telemetry(nan_check=nan_check)
     plain, watched = flexcp.bind(plan, group), flexcp.bind(plan, group, telemetry=telemetry)
+    assert len(plain.indices) == len(watched.indices)  # unread indices would make attention warn
     inputs = [
-        torch.randn(plain.local_tokens, plan.shape.heads, plan.shape.head_dim, device=device)
+        torch.randn(plain.local_tokens, heads, plan.shape.head_dim, device=device)
         .to(getattr(torch, plan.shape.dtype))
         .requires_grad_()
-        for _ in range(3)
+        for heads in (plan.shape.heads, plan.shape.kv_heads, plan.shape.kv_heads)
     ]
     for step in (plain, watched):
         layer(step, inputs)
-    off, on = [], []
+    off, on = list[float](), list[float]()
     for turn in range(rounds):
         for step, times in [(plain, off), (watched, on)][:: 1 if turn % 2 else -1]:
-            dist.barrier(group)
+            if group is not None:
+                dist.barrier(group)
+                wait_for(device)
             begin = perf_counter()
             layer(step, inputs)
             times.append(perf_counter() - begin)
@@ -84,16 +87,22 @@ def measure(group: dist.ProcessGroup, plan: Plan, rounds: int, nan_check: bool, 
 
 
 def layer(step: Step, inputs: list[torch.Tensor]) -> None:
-    """One forward and backward, to the end."""
-    out = flexcp.attention(*inputs, step)
+    """Run one forward and backward, and wait for the device."""
+    q, k, v = inputs
+    out = flexcp.attention(q, k, v, step)
     assert isinstance(out, torch.Tensor)
     out.sum().backward()
-    if out.device.type == "cuda":
+    wait_for(out.device.type)
+
+
+def wait_for(device: str) -> None:
+    """Wait until a GPU has finished its queued work."""
+    if device == "cuda":
         torch.cuda.synchronize()
 
 
 def stamps(telemetry: flexcp.Telemetry, step: Step, device: torch.device) -> float:
-    """Seconds to follow a forward and a backward."""
+    """Return the seconds to record a forward and a backward."""
     times = []
     for _ in range(200):
         begin = perf_counter()
@@ -106,10 +115,15 @@ def stamps(telemetry: flexcp.Telemetry, step: Step, device: torch.device) -> flo
     return median(times)
 
 
+def figures(ranks: list[Timed]) -> tuple[float, float, float]:
+    """Return the median seconds of the slowest rank without and with a Telemetry, and of recording a layer alone."""
+    off, on = (median(max(times) for times in zip(*(rank[i] for rank in ranks), strict=True)) for i in (0, 1))
+    return off, on, max(rank[2] for rank in ranks)
+
+
 def report(plan: Plan, ranks: list[Timed], speak: bool) -> None:
     """Print both figures."""
-    off, on = (median(max(times) for times in zip(*(rank[i] for rank in ranks), strict=True)) for i in (0, 1))
-    alone = max(rank[2] for rank in ranks)
+    off, on, alone = figures(ranks)
     if speak:
         print(f"{plan!r}, {len(ranks[0][0])} layers forward and backward each way, in turns")
         print(f"without {off * 1e3:.2f} ms, with telemetry {on * 1e3:.2f} ms: ratio {on / off:.4f}")

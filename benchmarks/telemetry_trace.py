@@ -2,8 +2,9 @@
 
     python benchmarks/telemetry_trace.py --write docs/pictures/telemetry-trace.svg --trace /tmp/trace.json
 
-Trains nothing: two layers of attention, forward and backward, under one plan. The trace is what a user's own would be;
-open it at ui.perfetto.dev. The picture shows the last layer's passes: a lane a rank, time to the right.
+Nothing is trained: two layers of attention run forward and backward under one plan. The trace is of the same kind as a
+user's own; open it at ui.perfetto.dev. The picture shows the passes of the last layer, with a lane for each rank and
+time to the right.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WIDTH, LANE, LEFT, TOP = 760, 34, 56, 28
 
 
 def main() -> None:
-    """Run, trace, draw."""
+    """Run, trace and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, required=True, help="where the picture goes")
     parser.add_argument("--trace", type=Path, help="where the trace goes")
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def traced(group: dist.ProcessGroup, plan: Plan, path: str) -> None:
-    """Warm up, then a step that is traced."""
+    """Warm up, then trace one step."""
     for telemetry in (flexcp.Telemetry(keep=1), flexcp.Telemetry(keep=1)):
         step = flexcp.bind(plan, group, telemetry=telemetry)
         sizes = (plan.shape.heads, plan.shape.kv_heads, plan.shape.kv_heads)
@@ -54,7 +55,7 @@ def traced(group: dist.ProcessGroup, plan: Plan, path: str) -> None:
 
 
 def picture(trace: dict[str, Any], plan: Plan) -> str:
-    """The last layer's forward and backward as SVG."""
+    """Return the last layer's forward and backward as SVG."""
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     last = max(e["args"]["pass"] for e in slices)
     shown = [e for e in slices if e["args"]["pass"] >= last - 1 and e["cat"] in COLOURS]

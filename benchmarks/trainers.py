@@ -1,4 +1,4 @@
-"""Run the tests that the table of trainers stands on, over 20 steps, and write the table with the day of the run.
+"""Runs the tests behind the table of trainers, over 20 steps, and writes the table with the date of the run.
 
 python benchmarks/trainers.py --write docs/trainers.md
 """
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- written by benchmarks/trainers.py: -->", "<!-- end of what is
 
 
 def failed_tests(steps: int) -> set[str]:
-    """Run all tests of the table; those that failed or were skipped, with all their cases together."""
+    """Run all tests of the table and return those with a failed or skipped case."""
     tests = sorted({test for trainer in TRAINERS for test in trainer.tests})
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
@@ -33,7 +33,7 @@ def failed_tests(steps: int) -> set[str]:
 
 
 def written(page: str, words: str) -> str:
-    """The page with other words between its marks."""
+    """Return the page with other words between its marks."""
     before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
     return f"{before}\n\n{words}\n\n{after}"
 

@@ -1,15 +1,15 @@
-"""What a planned batch costs the training thread, measured.
+"""The cost of a planned batch in the training thread, measured.
 ``make training-thread`` writes docs/results/training-thread.md.
 
-One rank of a step, without a process group: binding the plan (all but the ranks' comparison of hashes, which is the
-network's) and the first use of everything that depends on the plan alone: which rows are here, in which order and at
-which positions, programs, calls, the arena, and what attention prepares for the CPU kernel in both directions. Once
-with the plan alone, as ``flexcp.bind`` by hand has it, and once with the recipe that the loader's planner processes
-derive (:mod:`flexcp.executor.run.rank_recipe`). Beside it is what the pool's thread does with an answer (plan and
-recipe read), which holds the interpreter's lock for a part of its time, and the bytes of both.
+Measured is one rank of a step, without a process group: binding the plan (without the ranks' comparison of hashes,
+which depends on the network) and the first use of everything that depends on the plan alone: rows and their order and
+positions, programs, calls, the arena, and what attention prepares for the CPU kernel in both directions. This is done
+once with the plan alone, as after ``flexcp.bind`` by hand, and once with the recipe that the loader's planner processes
+derive (:mod:`flexcp.executor.run.rank_recipe`). Also measured are the pool thread's work on an answer (reading plan and
+recipe), during part of which it holds the interpreter's lock, and the bytes of both.
 
-Times are of the processor, for the thread alone, the least of some turns over three ranks' slowest: on a machine with
-other work that is the nearest to what it takes.
+Times are CPU times of the thread alone: the least of some turns, and the slowest of three ranks. On a machine with
+other load these are the best estimate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ TURNS = 5
 @dataclass(frozen=True)
 class Row:
     """Milliseconds of a batch: in the training thread with the plan alone and with its recipe, in the worker for the
-    recipe, in the pool's thread; and bytes of plan and recipe.
+    recipe,
+    and in the pool's thread; and bytes of plan and recipe.
     """
 
     strategy: str
@@ -67,7 +68,7 @@ class Row:
 
 
 def first_use(plan: Plan, rank: int, recipe: RankRecipe | None) -> None:
-    """What the training thread does with a plan, or has done before."""
+    """Do what the training thread does with a plan at its first use."""
     calls = NOTHING if recipe is None else recipe.calls
     step = Step(Passes(plan, rank, None, timedelta(seconds=60), calls=calls), recipe)
     segments(plan.placement, rank)
@@ -102,7 +103,7 @@ def _of_rank(plan: Plan, rank: int, strategy: str, lengths: str, turns: int) -> 
     parts: list[PackedPart] = packed(fulfil(chosen, order, wish))
     found: list[tuple[float, ...]] = []
     for _ in range(turns):
-        answer = unpacked(parts)[0]  # fresh: a plan keeps some of what was derived of it
+        answer = unpacked(parts)[0]  # fresh, because a plan keeps some of what was derived from it
         alone = thread_ms(lambda: first_use(load_plan(parts[0][1]), rank, None))
         alone -= thread_ms(lambda: load_plan(parts[0][1]))
         ready = thread_ms(partial(first_use, answer.plan, rank, answer.recipe))

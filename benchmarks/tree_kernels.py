@@ -1,13 +1,12 @@
-"""Our kernels on four trees beside FlexAttention, forward and backward, on one GPU (an H200 is what it is meant for).
+"""Our kernels and FlexAttention on four trees, forward and backward, on one GPU (meant for an H200).
 
     python benchmarks/tree_kernels.py                    # 32 / 8 heads of 128, bf16, 65,536 tokens
     python benchmarks/tree_kernels.py --tokens 16384 --kernels triton,hopper,cute
 
-It needs a CUDA GPU and the kernels' packages; nothing is timed without. The trees are a prompt with 16 and with 64
-rollouts, a pair of answers, and a run that branches at its turns (``TREES`` of ``flexcp/measure/kernels/work.py``).
-FlexAttention gets each tree as a ``mask_mod`` of one lookup, in its own kernels and in those of FlashAttention-4 where
-they are installed; the faster of the two is what we are compared with, pass by pass. Our results are checked against
-float64 on rows and keys drawn at random.
+It needs a CUDA GPU and the kernels' packages. The trees are a prompt with 16 and with 64 rollouts, a pair of answers,
+and an agent's run that branches at its turns (``TREES`` of ``flexcp/measure/kernels/work.py``). FlexAttention gets each
+tree as a ``mask_mod`` with one lookup, in its own kernels and, if installed, in those of FlashAttention-4; we compare
+with the faster of the two, pass by pass. Our results are checked against float64 on randomly drawn rows and keys.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ OURS = ("triton", "hopper", "cute")
 
 
 def main() -> None:
-    """Time all of it and print the tables."""
+    """Time everything and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--kernels", default=",".join(OURS))
@@ -39,7 +38,9 @@ def main() -> None:
 
 
 def beside_flex(results: list[Result], kernels: list[str]) -> list[str]:
-    """For each tree and pass how many times as fast our fastest kernel is as FlexAttention's fastest, in words."""
+    """Return for each tree and pass how many times as fast our fastest kernel is as FlexAttention's fastest,
+    in words.
+    """
     lines = []
     for name in dict.fromkeys(r.workload for r in results):
         for way in ("forward_ms", "backward_ms"):

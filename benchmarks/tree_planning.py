@@ -1,14 +1,14 @@
-"""Planning of trees, measured: bytes, balance and time. ``make trees`` writes docs/results/trees.md.
+"""Planning of trees, measured: bytes, balance and time; ``make trees`` writes docs/results/trees.md.
 
 - *rollouts*: 64 rollouts of 512 tokens on a prompt of 8,192. *agent*: a random tree of 100,000 tokens, turns of 1 to
-  999 tokens, up to 16 deep. Under ``blocks`` and ``auto`` with tolerances of 0.05, on 8 ranks, alone and as two nodes,
-  and on four nodes of 8, beside ``minheap`` (MagiAttention's dealing) on the same mask.
+  999 tokens, up to 16 deep. Both under ``blocks`` and ``auto`` with tolerances of 0.05, on 8 ranks as one and as two
+  nodes, and on four nodes of 8, compared with ``minheap`` (MagiAttention's dealing) on the same mask.
 - *many segments*: trees of 10,000 segments, random, all on one root, and a comb of depth 5,000: milliseconds of mask,
-  plan and step, and the most memory that planning held in arrays.
+  plan and step, and the peak memory of arrays during planning.
 
-Bounds are counted here token by token, of the placement's tokens and rows alone: keys that a rank reads and does not
+Bounds are counted here token by token, from the placement's tokens and rows alone: keys that a rank reads and does not
 keep, once; and keys that any rank of a node reads and no rank of it keeps, once a node. Times are CPU milliseconds of
-this process, which neighbours on the machine change less than a clock; the least of several calls.
+this process, which depend less on other load than wall time; the least of several calls.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Answer = TypeVar("Answer")
 
 
 def rollouts() -> Mask:
-    """64 rollouts on one prompt."""
+    """Return 64 rollouts on one prompt."""
     return flexcp.tree([-1] + [0] * 64, [8192] + [512] * 64)
 
 
 def agent(tokens: int = 100_000, most: int = 1000, segments: int | None = None) -> Mask:
-    """A run that goes on from where it is, or from a turn before that."""
+    """Return an agent's run that continues from where it is, or from an earlier turn."""
     rng = np.random.default_rng(0)
     parents: list[int] = []
     lengths: list[int] = []
@@ -65,7 +65,9 @@ def agent(tokens: int = 100_000, most: int = 1000, segments: int | None = None) 
 
 
 def comb(depth: int) -> Mask:
-    """A path with a leaf beside every segment of it: segments 0, 2, 4, ... go on, 1, 3, 5, ... are leaves."""
+    """Return a path with a leaf beside each of its segments: segments 0, 2, 4, ... continue, 1, 3, 5, ...
+    are leaves.
+    """
     parents = [-1] + [2 * ((segment - 1) // 2) for segment in range(1, 2 * depth)]
     return flexcp.tree(parents, [3] * len(parents))
 
@@ -94,7 +96,7 @@ def main() -> None:
 
 
 def _timed(call: Callable[[], Answer], repeats: int = REPEATS) -> tuple[Answer, float]:
-    """The answer, and the least CPU milliseconds of some calls after the first."""
+    """Return the result, and the least CPU milliseconds of some calls after the first."""
     found, times = call(), []
     for _ in range(repeats):
         begin = time.process_time()
@@ -111,8 +113,8 @@ def _planned(planner: flexcp.Planner, mask: Mask) -> Plan:
 
 
 def key_bounds(plan: Plan) -> tuple[int, int]:
-    """(keys that ranks read and do not keep, each once a rank; keys that nodes read
-    and do not keep, each once a node).
+    """Return the keys that ranks read and do not keep, each once a rank, and the keys that nodes read
+    and do not keep, each once a node.
     """
     tree = tree_of_mask(plan.batch.masks[0].rule(0))
     kept = np.zeros((plan.ranks, tree.tokens), bool)
@@ -124,7 +126,7 @@ def key_bounds(plan: Plan) -> tuple[int, int]:
     for rank, q0, q1 in zip(regions.rank, regions.q0, regions.q1, strict=True):
         read[rank, q0:q1] = True
         first = q0
-        while first < q1:  # a segment after the other, each with its way to the root
+        while first < q1:  # one segment after the other, each with its path to the root
             segment = int(of_segment[first])
             read[rank, tree.starts[segment] : first] = True
             at = int(tree.parents[segment])
@@ -214,7 +216,7 @@ def _many_table() -> list[str]:
 
 
 def _step_of_rank_0(plan: Plan) -> None:
-    batch = plan.batch.take([0])  # a new one, which knows nothing yet
+    batch = plan.batch.take([0])  # a new batch, without derived values
     rank_recipe(plan, 0)
     token_positions(batch, np.arange(batch.tokens))
     batch_sequences(batch)

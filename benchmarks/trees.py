@@ -1,12 +1,12 @@
-"""Trees beside independent sequences: random trees under all strategies on 1, 2, 3, 5 and 8 gloo ranks, in float64.
+"""Trees and independent sequences: random trees under all strategies on 1, 2, 3, 5 and 8 gloo ranks, in float64.
 
     python benchmarks/trees.py                # 200 batches, each under one strategy and number of ranks after another
     python benchmarks/trees.py --sample 20    # so many of the 200, from all over them, with segments of a few tokens
 
-Each batch is several trees and plain documents through a tiny Llama. Losses of both normalisations, the log-probability
-of every position of every sequence and the gradient of every parameter are compared with one forward for each sequence
-in one process, and bytes on the wire with the plan's. Prints the worst error so far after every run, and fails above
-1e-9.
+Each batch runs several trees and plain documents through a tiny Llama. Losses of both normalisations, the
+log-probability of every position of every sequence and the gradient of every parameter are compared with one forward
+for each sequence in one process, and sent bytes with the plan's. Prints the worst error so far after every run, and
+fails above 1e-9.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
             right = independent_sequences(batch)
             tokens += sum(batch.lengths)
             sequences += len(right.log_probs)
-            # Every strategy meets every number of ranks, a pair or two of them for each batch.
+            # Over the batches, every strategy meets every number of ranks; each batch has one or two of the pairs.
             for strategy in (names[seed % len(names)], names[(seed // len(counts)) % len(names)]):
                 ranks = counts[seed % len(counts)]
                 try:

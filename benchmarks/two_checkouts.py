@@ -1,10 +1,10 @@
-"""Times of two checkouts, in turns: ``python benchmarks/two_checkouts.py OLD NEW``, of planning; with ``--kernels``, on
-a GPU, of kernels.
+"""Times of two checkouts, in turns: ``python benchmarks/two_checkouts.py OLD NEW`` for planning; with ``--kernels``, on
+a GPU, for kernels.
 
-One process a checkout keeps what it compiled and runs what it is told to; the two are asked alternately, so that both
-see the same machine. Only public names are used, so any two versions can be compared. A row is a batch and a strategy,
-or a workload, a kernel and a direction; its figures are medians over the turns, and *ratio* is the median of the ratios
-of neighbouring turns, new over old. Plans must have equal hashes; rows in which they do not say so.
+Each checkout has one process that keeps what it compiled and runs what it is told; the two are asked alternately, so
+that both see the same machine. Only public names are used, so any two versions can be compared. A row is a batch and a
+strategy, or a workload, a kernel and a direction; its figures are medians over the turns, and *ratio* is the median of
+the ratios of neighbouring turns, new over old. Plans must have equal hashes; a row says so if they do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 import flexcp
 
-# (distribution, ranks, tokens a rank, mask) with the strategies asked for on each.
+# (distribution, ranks, tokens a rank, mask); each is planned with all strategies.
 BATCHES = [
     ("web", 8, 8192, "causal"),
     ("web", 64, 8192, "causal"),
@@ -40,11 +40,11 @@ CALLS = 5
 KERNELS = ["hopper", "triton", "cute"]
 TOKENS = 16_384
 SPAN_MS = 40.0
-"""Of one measurement of a kernel."""
+"""Milliseconds of one measurement of a kernel."""
 
 
 def main() -> int:
-    """Ask both checkouts in turns and print the table; 1 when a plan differs."""
+    """Ask both checkouts in turns and print the table; returns 1 if a plan differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkouts", nargs="*", type=Path, metavar="OLD NEW")
     parser.add_argument("--turns", type=int, default=7)
@@ -113,14 +113,14 @@ def _ask(server: subprocess.Popen[str], case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Answer one case a line."""
+    """Answer one case per line."""
     for line in sys.stdin:
         case = json.loads(line)
         print(json.dumps(_timed_kernel(case) if "kernel" in case else _timed_planning(case)), flush=True)
 
 
 def _timed_planning(case: dict[str, Any]) -> dict[str, Any]:
-    """The fastest of a few warm calls and the plan's hash."""
+    """Return the fastest of a few warm calls and the plan's hash."""
     where = flexcp.cluster("h100", max(1, case["ranks"] // 8), 8)
     planner = flexcp.Planner(64, 8, 128, cluster=where, strategy=case["strategy"])
     mask = getattr(flexcp, case["mask"])()
@@ -135,7 +135,7 @@ def _timed_planning(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timed_kernel(case: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a call, over a span of calls in a row."""
+    """Return the milliseconds of a call, averaged over a span of consecutive calls."""
     import torch
 
     made = torch.Generator("cuda").manual_seed(0)

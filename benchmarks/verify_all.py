@@ -1,11 +1,11 @@
-"""Verify the full matrix on real processes and write a dated table: ``make verify-all``.
+"""Verification of the full matrix on real processes, which writes a dated table: ``make verify-all``.
 
-Every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in float64, and every
-strategy x mask x number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients
-cycled through; one case in 37 has a document of 3,001 tokens. ``--sample N`` draws one case in N; ``--pools N`` runs N
-parts of the matrix at the same time, for machines with more cores than the ranks of one case. ``--part K`` runs one of
-the N parts alone and leaves it in a file, and ``--join`` makes the page of such files, which may come from several
-machines.
+The matrix is every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in
+float64, and every strategy x mask x number of ranks again in lower precisions, with varying lengths, layouts, softcap,
+sinks and LSE gradients; one case in 37 has a document of 3,001 tokens. ``--sample N`` draws one case in N. ``--pools
+N`` runs N parts of the matrix at the same time, for machines with more cores than the ranks of one case. ``--part K``
+runs one of the N parts alone and leaves it in a file, and ``--join`` makes the page from such files, which may come
+from several machines.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MACHINE = f"{platform.machine()}, torch {torch.__version__}"
 
 
 class Part(NamedTuple):
-    """Cases that ran after one another on one machine, and how long they took."""
+    """Cases that ran one after another on one machine, and how long they took."""
 
     machine: str
     seconds: float
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 def main() -> int:
-    """Run, report, write; 1 when a case failed."""
+    """Run, print and write; returns 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=1, help="draw one case in N")
     parser.add_argument("--pools", type=int, default=1, help="parts of the matrix that run at the same time")
@@ -71,7 +71,7 @@ def main() -> int:
         asked.write.write_bytes(pickle.dumps(Part(MACHINE, time.monotonic() - begin, results)))
         return 0
     if asked.join:
-        # Written by --part, by the same user: nothing of a stranger's is unpickled.
+        # The files were written by --part, by the same user, so unpickling them is safe.
         parts = [pickle.loads(file.read_bytes()) for file in asked.join]
     elif asked.pools == 1:
         results = _results(asked.sample, 0, 1)
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _run_parts(sample: int, pools: int) -> list[Part]:
-    """All parts, each in a process of its own."""
+    """Run all parts, each in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(part) for part in range(pools)]
         common = [sys.executable, __file__, "--sample", str(sample), "--pools", str(pools)]
@@ -97,7 +97,7 @@ def _run_parts(sample: int, pools: int) -> list[Part]:
         ends = [process.wait() for process in running]
         if any(ends):
             raise SystemExit(f"parts of the matrix ended with {ends}")
-        # Written by the processes above, into a folder that nobody else can write.
+        # Written by the processes above, into a folder that no other user can write.
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
@@ -120,7 +120,7 @@ def _results(sample: int, part: int, pools: int) -> list[Result]:
 
 
 def _chunks(cells: list[Cell]) -> Iterator[list[Cell]]:
-    """Cells for the same number of ranks, a few at a time."""
+    """Yield cells for the same number of ranks, a few at a time."""
     for ranks in sorted({c.shape[0] * c.shape[1] for c in cells}):
         same = [c for c in cells if c.shape[0] * c.shape[1] == ranks]
         for i in range(0, len(same), CHUNK):
@@ -128,7 +128,7 @@ def _chunks(cells: list[Cell]) -> Iterator[list[Cell]]:
 
 
 def table(results: list[Result], parts: list[Part]) -> str:
-    """The page: what ran and how it fared. A cell that did not run is a dash."""
+    """Return the page: what ran and the largest errors. A cell that did not run is a dash."""
     passed, cells = sum(v.passed for _, _, v in results), [cell for _, cell, _ in results]
     long = sum(max(cell.lengths) > 1000 for cell in cells)
     lines = [
@@ -173,7 +173,9 @@ def table(results: list[Result], parts: list[Part]) -> str:
 
 
 def _machines(parts: list[Part]) -> str:
-    """``x86_64, torch 2.11: 8 minutes; aarch64, torch 2.13: 9 minutes``, the longest part of each."""
+    """Return ``x86_64, torch 2.11: 8 minutes; aarch64, torch 2.13:
+    9 minutes``, with the longest part of each machine.
+    """
     longest: dict[str, float] = {}
     for part in parts:
         longest[part.machine] = max(longest.get(part.machine, 0.0), part.seconds)
@@ -181,14 +183,14 @@ def _machines(parts: list[Part]) -> str:
 
 
 def _worst(verdict: Verdict, absolute: bool) -> float:
-    """The largest error, or its largest share of what is allowed; infinite where bytes were not the plan's."""
+    """Return the largest error, or its largest share of what is allowed; infinity if bytes were not the plan's."""
     if not verdict.bytes_match:
         return float("inf")
     return max(error / (1 if absolute else verdict.allowed[name]) for name, error in verdict.errors.items())
 
 
 def _counted(cells: list[Cell], factor: str) -> str:
-    """``MHA 1,234, GQA 1,200, ...``"""
+    """Return counts as text: ``MHA 1,234, GQA 1,200, ...``."""
     return ", ".join(f"{name} {count:,}" for name, count in Counter(getattr(c, factor) for c in cells).most_common())
 
 

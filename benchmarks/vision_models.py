@@ -1,10 +1,10 @@
-"""Vision-language models with their encoders, simulated: a step is the encoder's and the language model's,
+"""Vision-language models with their encoders, simulated: a step runs the encoder and the language model,
 one after the other.
 
-Sizes are those of public configurations, 7B or 8B, with a feed-forward of two matrices as a gated one of two thirds.
-The encoder of Qwen2.5-VL attends inside windows of 4 x 4 tokens in 28 of 32 layers; those of Qwen2-VL and Qwen3-VL over
-whole frames. Spans of the language model see both ways (``modality``), or causally. Moving features from one plan to
-the other is not counted: once a step, beside attention's traffic in every layer.
+Sizes are those of public configurations, 7B or 8B; a feed-forward of two matrices is treated as a gated one of two
+thirds of its width. The encoder of Qwen2.5-VL attends inside windows of 4 x 4 tokens in 28 of 32 layers, those of
+Qwen2-VL and Qwen3-VL over whole frames. Spans of the language model see both ways (``modality``), or causally. Moving
+features from one plan to the other is not counted: it happens once a step, attention's traffic in every layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRAME, WIDTH = 256, 32
 @dataclass(frozen=True)
 class VisionModel:
     """An encoder and a language model; ``full`` layers of the encoder attend over frames,
-    the others in ``window`` x ``window`` tokens.
+    the others in windows of ``window`` x ``window`` tokens.
     """
 
     name: str
@@ -70,7 +70,7 @@ MODELS = {
 
 
 def video_batch(tokens: int, seed: int, window: int = 0) -> ImageBatch:
-    """Videos with a little text around them, of so many tokens in all."""
+    """Return videos with a little text around them, with this many tokens in all."""
     lengths, spans = draw_lengths("video", tokens, seed), []
     for n in lengths:
         frames = int(n * 0.9) // FRAME
@@ -79,7 +79,7 @@ def video_batch(tokens: int, seed: int, window: int = 0) -> ImageBatch:
 
 
 def requests_of(model: VisionModel, batch: ImageBatch, where: Cluster, both_ways: bool) -> list[tuple[Request, Preset]]:
-    """The encoder's batch and the language model's."""
+    """Return the requests for the encoder's batch and the language model's, with their presets."""
     counts = {"full": model.full, "window": model.encoder.model.layers - model.full}
     encoder = make_batch(
         batch.encoder_lengths, masks={kind: (masks, counts[kind]) for kind, masks in batch.encoder_masks().items()}
@@ -93,8 +93,8 @@ def requests_of(model: VisionModel, batch: ImageBatch, where: Cluster, both_ways
 def part_ns(
     model: VisionModel, batch: ImageBatch, where: Cluster, strategy: str, both_ways: bool = True
 ) -> tuple[int, int] | None:
-    """Simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``;
-    None where it refuses.
+    """Return the simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``;
+    None if it refuses.
     """
     found = []
     for request, preset in requests_of(model, batch, where, both_ways):

@@ -1,1 +1,1 @@
-"""What several benchmarks, or a benchmark and tests, share."""
+"""Code that several benchmarks, or a benchmark and tests, share."""

@@ -1,4 +1,4 @@
-"""A cluster in a box: ranks that are network namespaces, with ports as slow as asked for.
+"""A cluster in a box: ranks in network namespaces of one machine, with ports of a chosen speed.
 
                  ┌ eth0 ── n0 ┐
     rank 0 ──────┤            ├ network        (a bridge that joins all ranks)
@@ -8,17 +8,17 @@
     rank 1 ──────┤
                  └ eth0 ── n1 ─ network
 
-Every rank has a port to the network and one to its node, as a GPU has a network card and NVLink, and as the simulator
-has it: token buckets (``tc tbf``) at both ends of a port limit what it sends and what it receives. A rank reaches those
-of its node through the one, others through the other, and sees the name of its node as its machine's (``hostname``), in
-a UTS namespace of its own. Real processes, real TCP, real queues: what is measured here is a step, not a model of it.
+Every rank has a port to the network and one to its node, as a GPU has a network card and NVLink, and as in the
+simulator. Token buckets (``tc tbf``) at both ends of a port limit what it sends and receives. A rank reaches the ranks
+of its own node through one port and all others through the other. In its own UTS namespace it sees the name of its node
+as the machine's ``hostname``. Processes, TCP and queues are real: steps are measured here, not modelled.
 
-Sockets keep little in flight. With Linux's own defaults megabytes of one message queue before a slow port, and what
-another stage has to say waits behind them, which no network of a cluster does.
+Sockets keep little data in flight. With Linux's defaults, megabytes of one message would queue before a slow port, and
+messages of other stages would wait behind them, which does not happen in a cluster's network.
 
-Needs Linux, root and iproute2; :func:`why_not` says what is missing. Nothing of it is in the machine's own network: all
-devices live in namespaces named after this process, which go when the box closes, by an error or Ctrl-C too. Those of a
-process that was killed go when the next box is made.
+A box needs Linux, root and iproute2; :func:`why_not` says what is missing. The machine's own network is not touched:
+all devices are in namespaces named after this process. They are removed when the box closes, also after an error or
+Ctrl-C. Namespaces of a killed process are removed when the next box is made.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ PREFIX = "flexcp-box-"
 NAMESPACES = Path("/run/netns")
 STORE_PORT = 29_400
 QUEUE_BYTES = 32 << 20
-"""A port's queue: more than sockets keep in flight, so that nothing is dropped."""
+"""Size of a port's queue: more than sockets keep in flight, so that nothing is dropped."""
 BURST_SECONDS = 0.001
 LEAST_BURST_BYTES = 12 << 10
-"""What a bucket lets through at once: what comes in a millisecond, and more than a packet."""
+"""The least burst of a token bucket; a burst is what a port carries in a millisecond, and more than one packet."""
 PACKET_BYTES = 9000
 SOCKETS = {
     "tcp_congestion_control": "reno",
     "tcp_wmem": f"4096 {64 << 10} {128 << 10}",
     "tcp_rmem": f"4096 {256 << 10} {1 << 20}",
 }
-"""Settings of a rank's sockets: nothing is lost here, so what is in flight is all that governs them. (bbr, the default
-of some machines, would measure links for itself and hold back.)
+"""Settings of a rank's sockets. Nothing is lost here, so these limits alone decide how much is in flight.
+(bbr, the default of some machines, would measure the links itself and hold back.)
 """
 QUEUED_SECONDS = 0.002
-"""What a socket has waiting in its port, at most, in time of that port."""
+"""The most that a socket has queued in its port, in seconds of the port's speed."""
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 def why_not() -> str | None:
-    """Why no box can be made here, with the way out; None when it can."""
+    """Return why no box can be made here and the way out; None if it can."""
     if not sys.platform.startswith("linux"):
         return f"a box needs Linux network namespaces; this is {sys.platform}"
     missing = [name for name in ("ip", "tc", "sysctl") if shutil.which(name) is None]
@@ -79,7 +79,7 @@ def why_not() -> str | None:
 
 
 class Network:
-    """``nodes`` x ``ranks_per_node`` namespaces, joined inside nodes and across them. Use as a context manager."""
+    """``nodes`` x ``ranks_per_node`` network namespaces, connected inside nodes and across them; a context manager."""
 
     def __init__(self, nodes: int, ranks_per_node: int = 1) -> None:
         if not 1 <= nodes * ranks_per_node <= 200:
@@ -116,16 +116,16 @@ class Network:
                     _run(f"ip -n {rank} route add {self.address(other)}/32 dev eth1")
 
     def host(self, rank: int) -> str:
-        """The name of a rank's node, as its ranks see it."""
+        """Return the name of a rank's node, as its ranks see it."""
         return f"node{rank // self.ranks_per_node}"
 
     def address(self, rank: int) -> str:
-        """The address of a rank."""
+        """Return the IP address of a rank."""
         return f"10.77.0.{rank + 1}"
 
     def limit(self, across_mbit: int | None, inside_mbit: int | None = None, node: int | None = None) -> None:
-        """Let every rank, or those of one node, send and receive so many megabits a second across nodes and inside its
-        own; None is no limit.
+        """Limit the ports of all ranks, or of one node's ranks, to this many megabits a second in each direction,
+        across nodes and inside a node; None removes the limit.
         """
         each = self.ranks_per_node
         numbers = range(len(self.ranks)) if node is None else range(node * each, (node + 1) * each)
@@ -151,7 +151,7 @@ class Network:
             _run("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank has sent across nodes so far, headers included."""
+        """Return the bytes that each rank has sent across nodes so far, headers included."""
         found = []
         for rank in self.ranks:
             text = _run(f"ip -n {rank} -s -o link show dev eth0")
@@ -162,7 +162,7 @@ class Network:
         return found
 
     def close(self) -> None:
-        """Remove everything; may be called again."""
+        """Remove everything; may be called repeatedly."""
         for namespace in (*self.ranks, self.switch):
             _remove(namespace)
 
@@ -174,8 +174,8 @@ class Network:
 
 
 class Box(RankPool):
-    """Nodes of ranks on gloo: ``box.run(function, ...)`` calls ``function(group, ...)`` on all of them.
-    Use as a context manager.
+    """Nodes of gloo ranks: ``box.run(function, ...)`` calls ``function(group, ...)`` on all of them;
+    a context manager.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, timeout: float = 300.0) -> None:
@@ -209,9 +209,11 @@ class Box(RankPool):
 
 
 def _serve(rank: int, size: int, namespace: str, host: str, address: str, pipe: Connection) -> None:
-    """A rank's life: move into its namespace, join the others, run what comes through the pipe until it closes."""
+    """Run one rank: enter its namespace, join the others,
+    then run the functions that come through the pipe until it closes.
+    """
     _enter(namespace, host)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the ranks
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -226,7 +228,7 @@ def _serve(rank: int, size: int, namespace: str, host: str, address: str, pipe: 
 
 
 def _enter(namespace: str, host: str) -> None:
-    """Move this thread, and those it will start, into a network namespace, on a machine of this name."""
+    """Move this thread, and threads it starts later, into a network namespace with this host name."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), f"cannot be on a machine of another name, {host}")
@@ -237,7 +239,7 @@ def _enter(namespace: str, host: str) -> None:
 
 
 def _run(command: str, *more: str) -> str:
-    """Run ``ip`` or ``tc``, words of the command or each by itself; its output."""
+    """Run a command, given as one text or with further words, and return its output."""
     words = [*command.split(), *more]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

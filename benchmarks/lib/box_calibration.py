@@ -1,15 +1,15 @@
-"""What the box is, measured: its ports, what a paced kernel takes beyond its pace,
-and what hosts do around kernels and messages.
+"""Calibration of the box: its ports, the time of a paced kernel beyond its pace,
+and the host's work around kernels and messages.
 
-Everything is measured with all ranks at once, because they share the machine's cores in the steps that are predicted
-too, and on messages and batches other than those. :func:`measure_ports` knows one setting of the network,
-:func:`measure_host` the box itself:
+All ranks measure at once, because they share the machine's cores in the predicted steps too, and with other messages
+and batches than those of the steps. :func:`measure_ports` depends on the network's setting, :func:`measure_host` on the
+box alone:
 
 - *ports*: messages of growing size between ranks of one node and between nodes, both ways at once, fitted to a latency
   and a bandwidth.
-- *kernels*: how long a sleep takes longer than it was told.
-- *hosts*: passes whose kernels do nothing and whose messages are never sent, fitted to nanoseconds of a slot, of a
-  piece at either end, and of the bytes that packing and taking in copy (:mod:`flexcp.simulator.copies` counts them).
+- *kernels*: how much longer a sleep takes than requested.
+- *hosts*: passes with kernels that do nothing and messages that are never sent, fitted to nanoseconds per slot, per
+  piece at either end, and per byte copied by packing and unpacking (:mod:`flexcp.simulator.copies` counts the bytes).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from lib.step_time import time_steps
 
 Ints = NDArray[np.int64]
 MESSAGE_MS = (20, 40, 60, 80, 120, 160, 240)
-"""Messages as long as a port of the asked speed takes so many milliseconds for:
-far more than its bucket lets through at once.
+"""Durations of the measured messages at the port's set speed, in milliseconds:
+far more bytes than its token bucket lets through at once.
 """
 SLEEP_MS = (1, 3, 10)
 NS_A_BYTE = 1000
-"""The ``mbps`` at which a byte takes a nanosecond."""
+"""The ``mbps`` at which one byte takes one nanosecond."""
 
 
 Held = tuple[tuple[float, ...], tuple[float, ...]]
-"""Nanoseconds of what took no part in a fit: as the fit has them, and as measured."""
+"""Nanoseconds of samples that were not fitted: predicted by the fit, and measured."""
 
 
 class Port(NamedTuple):
@@ -56,12 +56,12 @@ class Port(NamedTuple):
 
     @property
     def off(self) -> Errors:
-        """How far messages that were not fitted are from that."""
+        """Errors of the fit on messages that were not fitted."""
         return errors(*self.held)
 
 
 class Host(NamedTuple):
-    """Nanoseconds of a slot, of a piece that leaves or comes and of a kernel beyond its pace;
+    """Nanoseconds of a slot, of a piece that is sent or received, and of a kernel beyond its pace;
     megabytes a second of copies.
     """
 
@@ -73,21 +73,20 @@ class Host(NamedTuple):
 
     @property
     def off(self) -> Errors:
-        """How far passes that were not fitted are from that."""
+        """Errors of the fit on passes that were not fitted."""
         return errors(*self.held)
 
 
 def measure_ports(box: Box, across: bool, mbit: int, repeats: int = 3) -> Port:
-    """The ports of a level that are set to ``mbit``."""
+    """Measure the ports of a level, which are set to ``mbit``."""
     sizes = [max(1, round(mbit * 125 * ms)) for ms in MESSAGE_MS]
     samples = list(zip(sizes, box.run(_exchanges, box.network.ranks_per_node, across, sizes, repeats)[0], strict=True))
     fitted, held = split(samples)
     ns = np.array([ns for _, ns in fitted])
     columns = np.array([[1.0, size] for size, _ in fitted])
     start, each = np.linalg.lstsq(columns / ns[:, None], np.ones(len(ns)), rcond=None)[0]
-    latency = max(
-        0.0, float(start)
-    )  # less than nothing is what the bucket let through at once, which a busy port never has
+    # A fitted latency below 0 comes from the bucket's burst, which a busy port does not have.
+    latency = max(0.0, float(start))
     expected = tuple(latency + size * float(each) for size, _ in held)
     return Port(1000 / float(each), round(latency), (expected, tuple(ns for _, ns in held)))
 
@@ -95,8 +94,8 @@ def measure_ports(box: Box, across: bool, mbit: int, repeats: int = 3) -> Port:
 def _exchanges(
     group: dist.ProcessGroup, ranks_per_node: int, across: bool, sizes: Sequence[int], repeats: int
 ) -> list[float]:
-    """Collective: nanoseconds of a message of each size to the next rank of the node or to the next node
-    and from the one before.
+    """Return the nanoseconds of sending a message of each size to the next rank (of the node, or of the next node)
+    while receiving from the previous one; collective.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     first = rank - rank % ranks_per_node
@@ -120,7 +119,7 @@ def _exchanges(
 
 
 def measure_host(box: Box, plans: Sequence[Plan], repeats: int = 3) -> Host:
-    """What hosts do in passes of these plans."""
+    """Measure the host's work in passes of these plans."""
     rows: list[list[float]] = []
     times: list[float] = []
     for plan in plans:
@@ -148,13 +147,13 @@ def measure_host(box: Box, plans: Sequence[Plan], repeats: int = 3) -> Host:
 
 
 def host_ns(host: Host, plan: Plan, backward: bool) -> Ints:
-    """``[rank, slot]``: what a rank's host does in a slot besides copying bytes."""
+    """Return as ``[rank, slot]`` the nanoseconds of the host's work besides copying bytes."""
     program = plan.programs[0][backward]
     return host.slot_ns + host.piece_ns * _pieces(program, plan.ranks)
 
 
 def _pieces(program: Program, ranks: int) -> Ints:
-    """``[rank, slot]``: pieces taken in there and packed there."""
+    """Return as ``[rank, slot]`` the number of pieces that are unpacked and packed there."""
     t, found = program.transfers, np.zeros((ranks, program.stages), np.int64)
     np.add.at(found, (t.target, t.stage), 1)
     moves = t.source != t.target
@@ -163,7 +162,7 @@ def _pieces(program: Program, ranks: int) -> Ints:
 
 
 def _sleeps(group: dist.ProcessGroup) -> list[float]:
-    """Nanoseconds that sleeps took too long."""
+    """Return by how many nanoseconds sleeps took longer than requested."""
     found = []
     for ms in SLEEP_MS * 5:
         dist.barrier(group)
@@ -174,7 +173,7 @@ def _sleeps(group: dist.ProcessGroup) -> list[float]:
 
 
 def _not_negative(a: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of relative errors; a column whose price would be negative costs nothing."""
+    """Solve least squares of relative errors; a column that would get a negative price gets 0."""
     prices = np.zeros(a.shape[1])
     kept = np.flatnonzero(a.any(axis=0))
     while len(kept):

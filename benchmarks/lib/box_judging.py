@@ -1,5 +1,5 @@
-"""Steps of the box, judged: how far predictions are from what was measured,
-and whether strategies come out in the predicted order.
+"""Judgement of the box's steps: errors of their predictions,
+and whether strategies were measured in the predicted order.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ APART = 1.10
 
 @dataclass(frozen=True)
 class BoxStep:
-    """One strategy on one batch at one load, milliseconds of forward and backward of attention."""
+    """One strategy on one batch at one load: measured and predicted milliseconds of attention, forward and backward."""
 
     batch: str
     load: float
     strategy: str
     share: float
-    """Time that its busiest port is busy over the time that its slowest rank computes."""
+    """The time that its busiest port is busy over the compute time of its slowest rank."""
     measured_ms: float
     predicted_ms: float
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured time, minus one."""
         return self.predicted_ms / self.measured_ms - 1
 
     def cells(self) -> list[str]:
-        """A row of a table."""
+        """Return the row of a table."""
         found = [self.batch, f"{self.load:g}", self.strategy, f"{self.share:.2f}", f"{self.measured_ms:.0f}"]
         return [*found, f"{self.predicted_ms:.0f}", f"{self.error:+.0%}"]
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The ports of one machine: what they were told to carry and what was measured."""
+    """The ports for one batch and load: the speed they were set to, and what was measured."""
 
     batch: str
     load: float
@@ -49,14 +49,14 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Order:
-    """Pairs of one batch and load that are predicted apart, and how many of them are measured in that order."""
+    """Pairs of strategies predicted clearly apart, and how many of them were measured in the predicted order."""
 
     pairs: int
     right: int
 
 
 def order(steps: Sequence[BoxStep]) -> Order:
-    """The order of strategies predicted more than 10 % apart."""
+    """Judge the order of strategies of one batch and load that are predicted more than 10 % apart."""
     pairs = right = 0
     for one, other in combinations(steps, 2):
         slow, fast = sorted((one, other), key=lambda step: -step.predicted_ms)
@@ -67,7 +67,7 @@ def order(steps: Sequence[BoxStep]) -> Order:
 
 
 def regrets(steps: Sequence[BoxStep]) -> list[float]:
-    """The measured time of what ``auto`` took over that of the best strategy, for each batch and load."""
+    """Return for each batch and load the measured time of ``auto``'s choice over that of the best strategy."""
     found = []
     for key in dict.fromkeys((step.batch, step.load) for step in steps):
         some = [step for step in steps if (step.batch, step.load) == key]

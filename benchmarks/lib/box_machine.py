@@ -1,9 +1,9 @@
-"""The machines that the box is paced to be, and what is predicted of a step on them.
+"""The simulated machines of the box, and the predicted time of a step on them.
 
-For a batch every rank is a device so fast that its attention, perfectly divided, takes a stated time forward and
-backward. Network ports are so fast that the *load* is a stated number: of the strategies that are run, the median one's
-busiest port is busy for so much of the time for which its slowest rank computes. Ports inside a node are ``INSIDE``
-times as fast. A plan is made for the ports that were measured.
+For each batch every rank is a device whose speed is chosen so that attention, perfectly divided, takes a given time
+forward and backward. The speed of the network ports is chosen so that the *load* is a given number: the time that the
+busiest port of the median strategy is busy, over the compute time of its slowest rank. Ports inside a node are
+``INSIDE`` times as fast. Plans are made for the measured speed of the ports.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lib.box_calibration import Host, Port, host_ns
 
 SHAPE = Shape(4, 2, 64, 64, "float32")
 INSIDE = 4
-"""How much faster ports inside a node are than those across nodes; an H100's are 9 to 1, but sockets of many ranks
-share two cores here.
+"""How much faster ports inside a node are than those across nodes. An H100 has 9 to 1,
+but here the sockets of many ranks share two cores.
 """
 LINK_EFFICIENCY = 10
-"""Per mille of what the cluster says of its ports, so that whole megabytes a second are a hundredth of one."""
+"""Per mille. This small value lets the cluster's whole megabytes a second express speeds in steps of 0.01 MB/s."""
 FLOPS = 7 * (SHAPE.head_dim + SHAPE.v_head_dim)
-"""Of a pair and a query head, forward and backward."""
+"""FLOPs of a pair and a query head, forward and backward."""
 WAYS = (False, True)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster and its cost model, as planners see them."""
+    """A cluster with its cost model, as planners see it, and the work of its hosts."""
 
     cluster: Cluster
     cost: CostModel
@@ -50,11 +50,11 @@ class Machine:
 
     @property
     def gflops(self) -> float:
-        """Of a paced device, in the dtype that is run."""
+        """GFLOP/s of a paced device in the dtype that is run."""
         return self.cluster.gflops * PEAK_PERMILLE[SHAPE.dtype] / 1000
 
     def plans(self, lengths: Sequence[int], strategies: Sequence[str]) -> dict[str, Plan]:
-        """A plan for each strategy; those that move and compute the same share a row."""
+        """Return a plan for each strategy; strategies that move and compute the same share one entry."""
         names: dict[bytes, list[str]] = {}
         found: dict[bytes, Plan] = {}
         for strategy in strategies:
@@ -67,10 +67,9 @@ class Machine:
         return {" = ".join(names[key]): plan for key, plan in found.items()}
 
     def predicted_ms(self, plan: Plan) -> float:
-        """Simulated milliseconds of attention forward and backward."""
-        copies = replace(
-            self.cost, kernel_ns=0
-        )  # a copy is no paced kernel: what starting it takes is the host's price of a piece
+        """Return the simulated milliseconds of attention, forward and backward."""
+        # A copy is no paced kernel; the host's price of a piece includes starting it.
+        copies = replace(self.cost, kernel_ns=0)
         rules = Rules(copy_mbps=self.host.copy_mbps)
         return simulate(plan, copies, rules, measured=partial(self._busy_ns, plan)).attention_ns / 1e6
 
@@ -80,7 +79,7 @@ class Machine:
 
 
 def _what_happens(plan: Plan) -> bytes:
-    """All that is moved and computed."""
+    """Return bytes that identify everything that a plan moves and computes."""
     columns = [plan.work().tobytes()]
     for program in plan.programs[0]:
         columns += [getattr(program.transfers, name).tobytes() for name in program.transfers.names()]
@@ -90,8 +89,8 @@ def _what_happens(plan: Plan) -> bytes:
 def paced_machine(
     nodes: int, ranks: int, lengths: Sequence[int], seconds: float, ports: tuple[Port, Port], host: Host
 ) -> Machine:
-    """Devices that need ``seconds`` for a batch perfectly divided, behind ports that were measured,
-    (inside, across).
+    """Return a machine whose devices take ``seconds`` for a perfectly divided batch;
+    ``ports`` are the measured ports (inside, across).
     """
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     gflops = pairs * SHAPE.heads * FLOPS / (nodes * ranks) / seconds / 1e9
@@ -115,8 +114,9 @@ def paced_machine(
 
 
 def port_bytes(plan: Plan) -> float:
-    """Bytes of the busiest network port, forward and backward,
-    or as many as keep it busy as long as the busiest inside a node is.
+    """Return the bytes of the busiest network port, forward and backward.
+
+    If a port inside a node is busy for longer, its bytes count in proportion to the speeds.
     """
     node = np.arange(plan.ranks) // plan.cluster.ranks_per_node
     crosses = node[:, None] != node[None, :]
@@ -128,19 +128,20 @@ def port_bytes(plan: Plan) -> float:
 
 
 def communication_share(plan: Plan, machine: Machine) -> float:
-    """Time for which the busiest port is busy over that for which the slowest rank computes."""
+    """Return the time that the busiest port is busy over the compute time of the slowest rank."""
     mbps = machine.cluster.inter_mbps * LINK_EFFICIENCY / 1000
     return port_bytes(plan) / mbps / 1e6 / compute_seconds(plan, machine)
 
 
 def compute_seconds(plan: Plan, machine: Machine) -> float:
-    """Of the slowest rank, forward and backward."""
+    """Return the compute time of the slowest rank, forward and backward."""
     return float(plan.work().max()) * FLOPS / machine.gflops / 1e9
 
 
 def mbit_for(load: float, plans: Mapping[str, Plan], machine: Machine) -> int:
-    """Megabits a second of a network port under which the median plan's communication is ``load`` of its compute; dp,
-    which has none, is not counted.
+    """Return the speed of a network port, in megabits a second, at which the median plan's communication share is
+    ``load``.
+    Plans without communication (dp) are not counted.
     """
     needs = [port_bytes(plan) / compute_seconds(plan, machine) for plan in plans.values()]
     return max(1, round(statistics.median(n for n in needs if n) / 125_000 / load))

@@ -1,16 +1,16 @@
-"""GPU checks: what must hold of the executor on a real GPU, as functions that return numbers.
+"""GPU checks: functions that return numbers which must hold for the executor on a real GPU.
 
-- :func:`verify_gpu`: strategies x masks on 1, 2 and 4 real NCCL ranks, all on the one GPU, held to the rule of
-  :mod:`flexcp.measure.verify`. Ranks share the GPU by giving each its own NCCL host id; that is for correctness, not
-  for speed.
+- :func:`verify_gpu`: strategies x masks on 1, 2 and 4 real NCCL ranks, all on one GPU, held to the rule of
+  :mod:`flexcp.measure.verify`. Ranks can share the GPU because each has its own NCCL host id; this checks correctness,
+  not speed.
 - :func:`one_rank_overhead`: ``flexcp.attention`` on one rank against its bare kernel.
-- :func:`host_waits`: host synchronisations that torch saw in a layer.
+- :func:`host_waits`: host synchronisations that torch reported in a layer.
 - :func:`peak_memory`: peak bytes of each of ten steps.
 - :func:`wrong_merges`: outputs merged thousands of times.
 - :func:`packing_times`: a stage's messages packed by rows and field by field.
 - :func:`compiled_model`: ``slice_attention`` in a compiled model.
 
-``run_all`` is all of them; cases can be made elsewhere and handed in, so that a GPU machine need not plan.
+``run_all`` runs all of them. Cases can be made on another machine and passed in, so that the GPU machine need not plan.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lib.nccl_ranks import on_nccl_ranks
 Leaves = tuple[Tensor, Tensor, Tensor]
 LENGTHS = [700, 1, 260, 63, 128, 2]
 STRATEGIES = tuple(n for n in planners.STRATEGIES if n not in planners.SLOW or find_spec("mtkahypar") is not None)
-"""Those that can plan on this machine."""
+"""The strategies that can plan on this machine."""
 RANKS = (1, 2, 4)
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: masks.full(),
@@ -71,7 +71,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A plan to verify and how."""
+    """A plan to verify, with the options of its attention call."""
 
     name: str
     plan: Plan
@@ -81,8 +81,8 @@ class GpuCase:
 def gpu_cases(
     kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS, strategies: tuple[str, ...] = STRATEGIES
 ) -> Iterator[GpuCase]:
-    """Every strategy x mask on every number of ranks, in bfloat16;
-    softcap, sinks, LSE gradients and two nodes (relays) cycle.
+    """Yield every strategy x mask on every number of ranks, in bfloat16.
+    Softcap, sinks, LSE gradients and two nodes (with relays) are cycled through.
     """
     number = 0
     for ranks in ranks_of:
@@ -108,8 +108,8 @@ def gpu_cases(
 
 
 def _verify_cases(groups: dict[int, Any], cases: list[GpuCase]) -> list[tuple[str, bool, str]]:
-    """Names and verdicts on rank 0, which also tells how it goes: the first cases compile kernels,
-    and a hang must be seen.
+    """Return names and verdicts on rank 0, which also prints progress:
+    the first cases compile kernels, and a hang must be visible.
     """
     found = []
     begin = time.perf_counter()
@@ -129,7 +129,7 @@ def _verify_cases(groups: dict[int, Any], cases: list[GpuCase]) -> list[tuple[st
 
 
 def verify_gpu(cases: list[GpuCase], patience: float = 300.0) -> dict[str, Any]:
-    """How many cases passed, by number of ranks, and those that failed with their verdicts."""
+    """Return how many cases passed, and the failed ones with their verdicts."""
     results = _verify_cases({1: None}, cases)
     most = max(case.plan.ranks for case in cases)
     if most > 1:
@@ -143,7 +143,7 @@ def verify_gpu(cases: list[GpuCase], patience: float = 300.0) -> dict[str, Any]:
 
 
 def _layer(tokens: int, mask: Mask, lengths: list[int] | None = None) -> tuple[Step, tuple[Tensor, ...]]:
-    """One rank's step over bf16 tensors of 32 query and 8 KV heads of 128, and q, k, v, do."""
+    """Return one rank's step, with bf16 tensors q, k, v, do of 32 query and 8 KV heads of size 128."""
     where = cluster("cpu", 1, 1)
     plan = Planner(32, 8, 128, dtype="bfloat16", cluster=where, strategy="dp")(lengths or [tokens], mask)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -154,7 +154,9 @@ def _layer(tokens: int, mask: Mask, lengths: list[int] | None = None) -> tuple[S
 
 
 def milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 20) -> dict[str, float]:
-    """Median time of each call on the device, after three to warm up; in turns, so that all meet the same clocks."""
+    """Return the median device time of each call after three to warm up;
+    calls take turns, so that all run at the same clock.
+    """
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for number in range(repeats + 3):
         for name, call in calls.items():
@@ -169,7 +171,7 @@ def milliseconds(calls: Mapping[str, Callable[[], Any]], repeats: int = 20) -> d
 
 
 def host_milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Median time the host takes to queue a call."""
+    """Return the median time that the host takes to queue a call."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -180,7 +182,7 @@ def host_milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def one_rank_overhead(tokens: int = 16_384, kernel: str | None = None) -> dict[str, Any]:
-    """Milliseconds of ``flexcp.attention`` and of its kernel's bare launches, forward and backward,
+    """Return the milliseconds of ``flexcp.attention`` and of its kernel's bare launches, forward and backward,
     on one causal document.
     """
     step, (q, k, v, do) = _layer(tokens, masks.causal())
@@ -220,7 +222,7 @@ def _steps(step: Step, leaves: Leaves, do: Tensor, kernel: str | None, **options
 
 @contextmanager
 def noting_waits() -> Iterator[list[str]]:
-    """Collects what torch says about host synchronisations inside."""
+    """Collect torch's warnings about host synchronisations inside the block."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     found: list[str] = []
@@ -234,9 +236,9 @@ def noting_waits() -> Iterator[list[str]]:
 
 
 def host_waits(kernel: str | None = None) -> dict[str, list[str]]:
-    """Host synchronisations in the first layer of a plan, and in a later one."""
+    """Return the host synchronisations in the first layer of a plan, and in a later one."""
     lengths = [5000, 3000, 100, 92]
-    _steps(*_prepared_layer(lengths), kernel=kernel)  # compiles
+    _steps(*_prepared_layer(lengths), kernel=kernel)  # compiles the kernels
     step, leaves, do = _prepared_layer(lengths)
     found = {}
     for name in ("first layer", "later layer"):
@@ -252,7 +254,7 @@ def _prepared_layer(lengths: list[int]) -> tuple[Step, Leaves, Tensor]:
 
 
 def _queueing(groups: dict[int, Any], plans: list[Plan], kernel: str | None) -> dict[str, Any]:
-    """For each plan on NCCL ranks: host synchronisations of three layers, and how long the host and the device took."""
+    """Return for each plan on NCCL ranks the host synchronisations of three layers, and the time of host and device."""
     found = {}
     for plan in plans:
         step = bind(plan, groups[plan.ranks])
@@ -274,7 +276,7 @@ def _queueing(groups: dict[int, Any], plans: list[Plan], kernel: str | None) -> 
 
 
 def peak_memory(steps: int = 10, layers: int = 3, kernel: str | None = None) -> list[int]:
-    """Peak bytes allocated in each step; a step is a new plan and some layers, forward and backward."""
+    """Return the peak bytes allocated in each step; a step is a new plan and some layers, forward and backward."""
     peaks = []
     for _ in range(steps):
         step, leaves, do = _prepared_layer([5000, 3000, 100, 92])
@@ -288,7 +290,7 @@ def peak_memory(steps: int = 10, layers: int = 3, kernel: str | None = None) -> 
 
 
 def packing_times(plan: Plan) -> dict[str, Any]:
-    """Milliseconds to pack and take in all messages of the busiest rank, by rows and field by field,
+    """Return the milliseconds to pack and unpack all messages of the busiest rank, by rows and field by field,
     with blocks and bytes.
     """
     rank = int(plan.bytes().sum(axis=1).argmax())
@@ -322,8 +324,8 @@ def _pack_all(packing: Packing, buffers: list[list[Buffers]], shelves: Shelves) 
 
 
 def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: int = 128, run: int = 16) -> int:
-    """Launches in which outputs merged into nothing did not come out as they went in:
-    what warps that overtake each other would do.
+    """Return in how many launches outputs that were merged into empty ones did not come out unchanged,
+    as would happen if warps overtook each other.
     """
     first = np.arange(0, rows, run)
     columns: list[Any] = [np.minimum(run, rows - first), heads]
@@ -337,14 +339,15 @@ def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: i
         out = torch.zeros(rows, 2 * heads, width, device="cuda")
         lse = torch.full((rows, 2 * heads), -torch.inf, device="cuda")
         row_kernels.merge_rows(source, out, source_lse, lse, table, heads, width)
-        # exp(lse - lse) may be off by a rounding; half of an output is not.
+        # exp(lse - lse) may be off by a rounding, but not by half of an output.
         wrong += ((out[:, heads:] - source.float()).abs() > 1e-3 * source.float().abs()).any()
     return int(wrong)
 
 
 def compiled_model(batches: int = 6) -> dict[str, Any]:
-    """Largest relative difference of gradients between a compiled and an eager model over batches of many sizes;
-    how often it compiled.
+    """Return the largest relative difference of gradients between a compiled and an eager model over batches of many
+    sizes,
+    and how often it compiled.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -369,7 +372,7 @@ def compiled_model(batches: int = 6) -> dict[str, Any]:
 def run_all(
     cases: list[GpuCase] | None = None, packed: Plan | None = None, kernel: str | None = None
 ) -> dict[str, Any]:
-    """Every check, by name."""
+    """Run every check and return the results by name."""
     chosen = list(gpu_cases(kernel)) if cases is None else cases
     pair = [c.plan for c in chosen if c.plan.ranks == 2 and "causal" in c.name]
     found = {

@@ -1,9 +1,9 @@
-"""Random cases for GPU kernels, held to the rule every kernel is held to, and a count of what they compile.
+"""Random cases for GPU kernels, judged by the rule for every kernel, and a count of compilations.
 
-A case is a batch of random documents under random masks, with or without sinks, softcap and an LSE gradient, through
-:func:`flexcp.slice_attention`. Each result's error against float64 may be twice the reference kernel's own in the same
-dtype plus one rounding. Kernels compile once per *model* (dtype, heads, head sizes, softcap): :func:`compiled` counts,
-and no batch may add to it.
+A case is a batch of random documents with random masks, with or without sinks, softcap and an LSE gradient, run through
+:func:`flexcp.slice_attention`. The error of each result against float64 may be twice the reference kernel's own error
+in the same dtype plus one rounding. Kernels compile once per *model* (dtype, heads, head sizes, softcap):
+:func:`compiled` counts the compilations, and no batch may add one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST = 700
 
 @dataclass(frozen=True)
 class KernelSetup:
-    """What a kernel is compiled for."""
+    """A kernel, and the sizes of the model that it is compiled for."""
 
     kernel: str
     dtype: str
@@ -36,10 +36,10 @@ class KernelSetup:
     v_head_dim: int
     softcap: float | None = None
     foreign: bool = False
-    """Batches of one mask, all of which go to FlashAttention-4 whatever its price."""
+    """Whether all documents have one mask, and the batch goes to FlashAttention-4 at any price."""
     lists: bool = False
-    """The slices as several work lists over the same rows, some of them of some heads,
-    as the executor runs those of a plan.
+    """Whether the slices are run as several work lists over the same rows, some with only some heads,
+    as the executor runs a plan's lists.
     """
 
 
@@ -72,7 +72,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Worst:
-    """Cases run, how many broke the rule, and the largest error / allowed error of each result."""
+    """The number of cases and of failures, and for each result the largest error over the allowed error."""
 
     model: KernelSetup
     cases: int
@@ -81,7 +81,7 @@ class Worst:
 
 
 def check_cases(model: KernelSetup, seeds: range) -> Worst:
-    """Run the cases of ``seeds``."""
+    """Run the cases of ``seeds`` and return the worst errors."""
     worst: dict[str, float] = {}
     failed = 0
     if model.foreign:
@@ -98,7 +98,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def random_batch(rng: np.random.Generator, alike: bool = False) -> tuple[list[int], list[Mask]]:
-    """Documents and their masks; ``alike``: all causal, full, or under one window."""
+    """Draw documents and their masks; with ``alike`` all are causal, full, or have one window."""
     lengths = [int(n) for n in rng.integers(1, rng.integers(2, LONGEST), rng.integers(1, 6))]
     if alike:
         one = (masks.causal(), masks.full(), masks.window(int(rng.integers(0, LONGEST)), 0))[rng.integers(3)]
@@ -124,7 +124,7 @@ def _random_mask(rng: np.random.Generator, n: int) -> Mask:
 
 
 def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
-    """Error / allowed error of each result of one case."""
+    """Return the error over the allowed error for each result of one case."""
     rng = np.random.default_rng(seed)
     slices = packed_slices(*random_batch(rng, model.foreign))
     tokens = int(slices[:, 1].max())
@@ -137,7 +137,7 @@ def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
     inputs = [normal(tokens, model.heads, model.head_dim), normal(tokens, model.kv_heads, model.head_dim)]
     inputs += [normal(tokens, model.kv_heads, model.v_head_dim), normal(model.heads)]
     grads = [normal(tokens, model.heads, model.v_head_dim), normal(tokens, model.heads)]
-    sinks = bool(seed & 1) and not model.lists  # sinks are added to what all lists gave
+    sinks = bool(seed & 1) and not model.lists  # sinks apply to the sum of all lists
     extras: dict[str, Any] = {"sinks": sinks, "dlse": bool(seed & 2), "softcap": model.softcap}
     if model.lists:
         mine = list_results(model, inputs, grads, slices, extras["dlse"], rng)
@@ -149,14 +149,16 @@ def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
 
 
 def error_share(mine: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
-    """Error / allowed error: twice the reference's ``own`` plus one rounding of ``dtype``."""
+    """Return the error over the allowed error,
+    which is twice the reference's ``own`` plus one rounding of ``dtype``.
+    """
     return _error(mine, exact) / (2 * _error(own, exact) + torch.finfo(dtype).eps)
 
 
 def plain_results(
     inputs: list[Tensor], grads: list[Tensor], slices: Tensor, sinks: bool, dlse: bool, softcap: float | None
 ) -> dict[str, Tensor]:
-    """The reference's results with all sums in float32, as the rule has it."""
+    """Return the reference kernel's results with all sums in float32, as the rule demands."""
     own = results("reference", inputs, grads, slices, sinks, dlse, softcap)
     if sinks:
         own["dsinks"] = _plain_sinks_gradient(inputs[3], own, grads, dlse)
@@ -164,7 +166,9 @@ def plain_results(
 
 
 def _plain_sinks_gradient(sinks: Tensor, own: dict[str, Tensor], grads: list[Tensor], dlse: bool) -> Tensor:
-    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.kernels.sinks_and_delta`)."""
+    """Return the gradient of sinks summed in float32;
+    ours sums in float64 (:mod:`flexcp.executor.kernels.sinks_and_delta`).
+    """
     delta = (grads[0].float() * own["out"].float()).sum(-1) - (grads[1].float() if dlse else 0.0)
     lse = own["lse"].float()
     terms = torch.exp(sinks.float() - torch.where(lse == -torch.inf, 0.0, lse)) * delta
@@ -180,7 +184,7 @@ def results(
     dlse: bool,
     softcap: float | None,
 ) -> dict[str, Tensor]:
-    """Everything a kernel gives for q, k, v and sinks, by name."""
+    """Return all results of a kernel for q, k, v and sinks, by name."""
     q, k, v, sink = (x.detach().clone().requires_grad_() for x in inputs)
     result: Any = slice_attention(
         q, k, v, slices, softcap=softcap, sinks=sink if sinks else None, return_lse=True, kernel=kernel
@@ -197,14 +201,16 @@ def results(
 def list_results(
     model: KernelSetup, inputs: list[Tensor], grads: list[Tensor], slices: Tensor, dlse: bool, rng: np.random.Generator
 ) -> dict[str, Tensor]:
-    """The same of the slices as several lists that add to the same results; a random number of them leave dq open, if
-    the kernel can, and in half of the cases lists write the rows that they finish.
+    """Return the same results, computed from several lists that add to the same tensors.
+
+    A random number of lists leaves dq open, if the kernel can, and in half of the cases lists write the rows that they
+    finish.
     """
     kernel, settings = find_kernel(model.kernel), Settings(model.head_dim**-0.5, model.softcap)
     (q, k, v), (do, dlse_TH) = inputs[:3], grads
     made: list[tuple[slice, slice, np.ndarray]] = []
     for part in np.array_split(rng.permutation(slices.numpy()), rng.integers(1, 4)):
-        cut = int(rng.integers(0, model.kv_heads))  # KV heads of the first of two lists; 0: one list of all heads
+        cut = int(rng.integers(0, model.kv_heads))  # KV heads of the first of two lists; 0: one list with all heads
         for first, last in ((0, cut), (cut, model.kv_heads)):
             if last > first:
                 share = model.heads // model.kv_heads
@@ -218,7 +224,7 @@ def list_results(
         sizes = (heads.stop - heads.start, groups.stop - groups.start, model.head_dim, model.v_head_dim)
         own_rows = {"begins": begun_rows, "finishes": finished_rows} if may_finish else {}
         lists.append((heads, groups, kernel.prepare(part, *sizes, q.device, **own_rows)))
-    # Rows that a list begins may hold anything; others begin as sums do.
+    # Rows that a list begins may hold anything; other rows start as empty sums.
     begun = torch.from_numpy(begun_GT.T).to(q.device).repeat_interleave(model.heads // model.kv_heads, 1) & may_finish
     out = torch.where(begun[..., None], torch.nan, torch.zeros(do.shape, device=q.device))
     lse = torch.where(begun, 3.0, torch.full(do.shape[:2], -torch.inf, device=q.device))
@@ -246,8 +252,8 @@ def list_results(
 def _first_to_add(
     lists: list[tuple[slice, slice, np.ndarray]], kv_heads: int, rows: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads,
-    and the runs of rows of each list.
+    """Return as ``[KV head, row]`` whether some list is the first to add to the row in all of the list's heads,
+    and the runs of such rows for each list.
     """
     before, found = (np.zeros((kv_heads, rows), np.bool_) for _ in range(2))
     runs = []
@@ -273,7 +279,7 @@ def _error(x: Tensor, exact: Tensor) -> float:
 
 
 def compiled(kernel: str) -> int:
-    """Variants of the kernel's functions that this process has compiled."""
+    """Return how many variants of the kernel's functions this process has compiled."""
     module = find_kernel(kernel)
     functions = [f for f in vars(module).values() if hasattr(f, "device_caches")]
     made_once = [f for name, f in vars(module).items() if name.startswith("compiled_")]
@@ -282,10 +288,10 @@ def compiled(kernel: str) -> int:
 
 
 def recompiles(model: KernelSetup, batches: int = 100) -> tuple[int, int]:
-    """(variants after two batches, variants after ``batches`` more): the second must equal the first.
+    """Return the number of compiled variants after two batches and after ``batches`` more; both must be equal.
 
-    Two, because a batch in which some row sees no key runs other variants of the forward and of dq: they are added to,
-    not written.
+    Two batches, because one with rows without keys runs other variants of the forward and of dq, which add to results
+    instead of writing them.
     """
     for mask in (masks.causal(), masks.from_slices(40, [(20, 40, 0, 40, None, None)])):
         _run(model, packed_slices([40], mask))

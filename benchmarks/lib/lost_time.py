@@ -1,17 +1,17 @@
-"""Lost time: what a simulated plan spends beyond perfectly divided compute, term by term.
+"""Lost time: the time of a simulated plan beyond perfectly divided compute, in six terms.
 
-The same plan is simulated as it is, without contention, and without contention and copies. With *busy* the time in
-which a rank copies and computes, the terms are
+The same plan is simulated as it is, without contention, and without contention and copies. *Busy* time is the time in
+which a rank copies and computes. The terms are
 
     pieces      mean busy time without contention and copies, over perfect compute: row tiles and kernels, more where
                 documents are cut
     copies      packing and merging of messages
-    contention  what transfers slow work down, and the margins that work leaves to them
-    imbalance   of the busiest rank, over the mean
-    exposed     the rest: waits for messages, and for ranks that are later in some layer or direction though not in all
-    sync        collectives of weights and gradients that nothing hides on any rank
+    contention  slowdown of work by transfers, and the margins that work leaves to them
+    imbalance   busy time of the busiest rank beyond the mean
+    exposed     the rest: waiting for messages, and for ranks that are later in some layer or direction but not in all
+    sync        collectives of weights and gradients that no rank hides
 
-and add up, so a plan's time is perfect compute and these six.
+They add up: a plan's time is perfect compute plus these six.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREE = Rules(contention=False, copy_mbps=0)
 
 @dataclass(frozen=True)
 class LostTime:
-    """Nanoseconds by where they go; see the module."""
+    """Nanoseconds of each term; see the module."""
 
     pieces: int
     copies: int
@@ -46,12 +46,12 @@ class LostTime:
         return [field.name for field in fields(cls)]
 
     def shares(self, of: int) -> list[float]:
-        """Every term over ``of``."""
+        """Return every term as a share of ``of``."""
         return [value / of for value in astuple(self)]
 
 
 def lost_time(plan: Plan, training: Training | None, perfect: int) -> LostTime:
-    """Where a plan's time beyond ``perfect`` compute goes; of a whole step with ``training``, else of attention."""
+    """Split a plan's time beyond ``perfect`` compute: of a whole step with ``training``, else of attention."""
     total, busy, sync = _times(plan, training, Rules())
     _, calm, _ = _times(plan, training, Rules(contention=False))
     _, bare, _ = _times(plan, training, FREE)
@@ -61,7 +61,7 @@ def lost_time(plan: Plan, training: Training | None, perfect: int) -> LostTime:
 
 
 def _times(plan: Plan, training: Training | None, rules: Rules) -> tuple[int, Ints, int]:
-    """(nanoseconds of all, busy ones of each rank, those of exposed sync)."""
+    """Return the total nanoseconds, the busy ones of each rank, and those of exposed sync."""
     found = simulate(plan, rules=rules, training=training)
     if found.step is not None:
         attention, _, rest, sync = found.step.ranks

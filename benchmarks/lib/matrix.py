@@ -1,12 +1,12 @@
-"""The verification matrix: every strategy x mask x cluster x head arrangement, with lengths,
-layouts and extras cycled through.
+"""The verification matrix: every strategy x mask x cluster x head arrangement, with varying lengths,
+layouts and extras.
 
-A :class:`Cell` says what is to run, a :class:`Case` has its plan too; cells are made by the thousand and planned where
+A :class:`Cell` says what to run, and a :class:`Case` has its plan too: cells are made by the thousand and planned where
 they run. ``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 37th
-cell. ``low_precision_matrix`` has each strategy, mask and cluster once, under head arrangements and dtypes that cycle.
-``pairwise_matrix`` is the smallest part in which every two of strategy, mask and cluster meet, for tests. The other
-factors run along with coprime strides; every second case may keep received keys for the backward. ``sampled`` takes a
-part of a matrix in which all factors occur.
+cell. ``low_precision_matrix`` has each strategy, mask and cluster once, with head arrangements and dtypes in turn.
+``pairwise_matrix``, for tests, is the smallest part in which every two of strategy, mask and cluster meet. All other
+settings are drawn from the cell's number; every second case may keep received keys for the backward. ``sampled`` takes
+a part of a matrix in which all factors occur.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAYOUTS = ("free", "equal", "contiguous", "zigzag", "index map")
 LOW_PRECISION = ("bfloat16", "float32", "float16")
 DTYPES = ("float64", *LOW_PRECISION)
 LONG, EVERY = (3001, 1, 640), 37
-"""Lengths with a document of several thousand tokens, and in how many cells of the full matrix there is one."""
+"""Lengths with a document of several thousand tokens, and the distance between cells of a matrix that have them."""
 
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: masks.full(),
@@ -77,19 +77,21 @@ EXTRAS = {
     "kept keys": 2,
     "method": 4,
 }
-"""What is cycled through, and how many values each has."""
+"""The settings that are drawn for each cell, and how many values each has."""
 
 
 def drawn(number: int, extra: str) -> int:
-    """The value of an extra in a cell. Drawn, because numbers and factors have common periods:
-    their remainders would never meet.
+    """Return the value of an extra in a cell.
+
+    Values are drawn from a hash: as remainders of the cell's number, some would never meet, because numbers and factors
+    have common periods.
     """
     return int.from_bytes(blake2s(f"{extra} {number}".encode()).digest()[:8]) % EXTRAS[extra]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is to run: a number, from which the extras follow, and one value of every factor."""
+    """What to run: a number that determines the extras, and one value of every factor."""
 
     number: int
     strategy: str
@@ -105,7 +107,7 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        """Two layouts in five are free: most strategies place tokens themselves."""
+        """The drawn layout, or another one if the strategy does not support it."""
         layout = LAYOUTS[drawn(self.number, "layout")]
         if self.strategy in PLACE_TOKENS and layout not in ("free", "equal"):
             return "free"
@@ -114,7 +116,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Case:
-    """A cell, a name for people, the plan and how to run it."""
+    """A cell with a readable name, its plan and how to run it."""
 
     cell: Cell
     name: str
@@ -123,7 +125,9 @@ class Case:
 
 
 def full_matrix() -> list[Cell]:
-    """Every strategy x mask x cluster x head arrangement in float64 (rivals: one head arrangement each, cycled)."""
+    """Return every strategy x mask x cluster x head arrangement in float64 (rivals:
+    one head arrangement each, in turn).
+    """
     found: list[Cell] = []
     for strategy, mask, shape in product(STRATEGIES, MASKS, CLUSTERS):
         for heads in HEADS if strategy in OURS else HEADS[len(found) % 3 :][:1]:
@@ -133,8 +137,9 @@ def full_matrix() -> list[Cell]:
 
 
 def low_precision_matrix() -> list[Cell]:
-    """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy,
-    mask and cluster.
+    """Return every strategy x mask x cluster, each with one head arrangement and dtype.
+
+    Every strategy, mask and cluster meets all head arrangements and dtypes.
     """
     found: list[Cell] = []
     for (i, strategy), (j, mask), (k, shape) in product(enumerate(STRATEGIES), enumerate(MASKS), enumerate(CLUSTERS)):
@@ -144,8 +149,8 @@ def low_precision_matrix() -> list[Cell]:
 
 
 def pairwise_matrix() -> list[Cell]:
-    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way;
-    six ranks are two nodes only.
+    """Return a Latin square in which every two of strategy, mask and cluster meet; all other settings vary.
+    Six ranks are two nodes only.
     """
     clusters = [shape for shape in CLUSTERS if shape != (1, 6)]
     return [
@@ -157,8 +162,9 @@ def pairwise_matrix() -> list[Cell]:
 
 
 def sampled(cells: list[Cell], one_in: int) -> list[Cell]:
-    """One cell in so many, in their order; drawn, because a fixed stride
-    that divides a factor's period never reaches all its values.
+    """Return one in ``one_in`` cells in their order.
+
+    They are drawn, because a fixed stride that divides a factor's period would never reach all its values.
     """
     drawn = np.random.default_rng(0).permutation(len(cells))[: -(-len(cells) // one_in)]
     return [cells[i] for i in sorted(drawn.tolist())]
@@ -170,7 +176,7 @@ def verify_cases(group: dist.ProcessGroup, cases: list[Case]) -> list[Verdict | 
 
 
 def case_of(cell: Cell) -> Case:
-    """The cell planned."""
+    """Plan a cell."""
     number, where, lengths = cell.number, cluster("cpu", *cell.shape), list(cell.lengths)
     planner, name = _planner(cell.strategy, where, cell.heads, cell.dtype, number)
     layout = "free" if cell.layout == "equal" else cell.layout
@@ -186,7 +192,7 @@ def case_of(cell: Cell) -> Case:
         softcap=None if drawn(number, "softcap") else 3.0,
         sinks=drawn(number, "sinks") == 0,
         lse_gradient=drawn(number, "lse gradient") == 0,
-        # In low precision the rule is the reference kernel's own error: it is the yardstick there, not a candidate.
+        # In low precision the allowed error is based on the reference kernel, so that kernel is not tested there.
         kernel="reference" if drawn(number, "kernel") == 0 and cell.dtype == "float64" else "cpu",
     )
     kept = ", keys kept" if plan.programs[0][1].keys_kept else ""
@@ -209,7 +215,7 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
         degree = max(d for d in range(1, ranks + 1) if ranks % d == 0 and (d < ranks or ranks < 3))
         name = f"{('ring', 'zigzag', 'allgather', 'ulysses')[drawn(number, 'method')]}:{degree}"
     if strategy in ("fcp", "dcp"):
-        name = f"{strategy}:16"  # documents here are shorter than their blocks
+        name = f"{strategy}:16"  # documents here are shorter than the default blocks
     if strategy == "tolerant":
         name, tolerance = "blocks", 0.05
     planner = Planner(
@@ -227,7 +233,7 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
 
 
 def _lengths(number: int, ranks: int) -> tuple[int, ...]:
-    """Ragged ones (with 1, 2 and ranks-1), only length 1, one prime length, fewer tokens than ranks."""
+    """Return ragged lengths (with 1, 2 and ranks-1), only length 1, one prime length, or fewer tokens than ranks."""
     sets = ((1, 2, max(1, ranks - 1), 37, 113, 61, 7), (1,) * 11, (1, 211), (2, 1), (83, 3, 1, 90, 17))
     return sets[drawn(number, "lengths")]
 

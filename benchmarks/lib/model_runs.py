@@ -1,10 +1,10 @@
-"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks,
-to be compared number by number.
+"""Model runs: a tiny model of each Hugging Face family, trained on one process and on several ranks,
+to compare all numbers.
 
-The single process knows nothing of flexcp: one document per forward, plain dense attention in the model's dtype,
-gradients by autograd. It is a registered attention function of its own, because the families' own eager attention takes
-its softmax in float32 whatever the dtype. For the same reason their norms are told to compute in float64 when the model
-is: a float32 rounding inside would hide what is compared.
+The single process uses no part of flexcp: one document per forward, plain dense attention in the model's dtype,
+gradients by autograd. Its attention is a registered function of its own, because the families' eager attention computes
+the softmax in float32 in any dtype. For the same reason norms compute in float64 if the model does: a float32 rounding
+inside would hide the differences.
 
 Both sides see the same documents from the same weights and take the same AdamW steps; gradients are summed over ranks.
 """
@@ -33,7 +33,7 @@ VOCABULARY = 64
 WINDOW = 7
 DENSE = "flexcp_measure_dense"
 LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-4)}
-"""What the loss and any parameter's gradient may be off by, relatively."""
+"""The allowed relative errors of the loss and of any parameter's gradient."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -60,18 +60,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Family -> its configuration class, and what makes it special: windows, window and full layers with softcap, sinks."""
+"""For each family its configuration class, and its special features:
+windows, window and full layers with softcap, sinks.
+"""
 STRATEGIES = ("zigzag", "groups", "blocks", "auto")
 LAYOUTS = ("free", "contiguous")
 RANKS = (2, 3, 4)
-"""What families are trained under: in CI a choice of it, by ``make models`` all.
-``groups`` places tokens itself and takes no layout.
+"""The settings that families are trained with: all by ``make models``, some in CI.
+``groups`` places tokens itself and accepts no layout.
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, how, and on how many ranks."""
+    """What to train, how, and on how many ranks."""
 
     family: str
     strategy: str = "blocks"
@@ -80,23 +82,23 @@ class Run:
     dtype: str = "float64"
     steps: int = 2
     packed: bool = True
-    """Several documents a step, lengths of 1 among them; otherwise one."""
+    """Whether a step has several documents, some of length 1; otherwise one."""
     learning_rate: float = 3e-3
     """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps:
-    1e-15 in a gradient becomes 2e-8 after 50.
+    1e-15 in a gradient becomes 2e-8 after 50 steps.
     """
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the planner's call."""
+    """Further arguments of the planner's call."""
 
     def lengths(self, step: int) -> list[int]:
-        """Documents of a step; other counts and sizes in every one."""
+        """Return the document lengths of a step, which differ from step to step."""
         if not self.packed:
             return [23 + 5 * (step % 3)]
         draw = np.random.default_rng(step)
         return [int(n) for n in draw.integers(1, 24, size=3)] + [1, 1 + step % 2]
 
     def tokens(self, step: int) -> Tensor:
-        """The ids of a step's stream."""
+        """Return the token ids of a step's stream."""
         generator = torch.Generator().manual_seed(step)
         return torch.randint(VOCABULARY, (sum(self.lengths(step)),), generator=generator)
 
@@ -111,7 +113,7 @@ class Trained:
 
 
 def make_config(family: str, **sizes: Any) -> Any:
-    """A family's configuration, tiny unless told otherwise."""
+    """Return a family's configuration, tiny by default."""
     import transformers
 
     name, special = FAMILIES[family]
@@ -119,7 +121,7 @@ def make_config(family: str, **sizes: Any) -> Any:
 
 
 def make_model(run: Run, attention: str) -> PreTrainedModel:
-    """The family's tiny model with the same weights every time."""
+    """Return the family's tiny model, with the same weights every time."""
     import transformers
 
     config = make_config(run.family)
@@ -140,7 +142,7 @@ def make_model(run: Run, attention: str) -> PreTrainedModel:
 
 
 def _exact_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A family's norm without its cast to float32."""
+    """Return a family's norm without its cast to float32."""
     shift = 1.0 if "Gemma" in type(module).__name__ else 0.0
     epsilon = float(module.eps if hasattr(module, "eps") else module.variance_epsilon)  # type: ignore[arg-type]
 
@@ -163,7 +165,7 @@ def dense_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """One document's attention, as plainly as it can be written: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out."""
+    """Compute the attention of one document in the plainest way: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out."""
     share, size = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     logits = query @ key.transpose(2, 3) * scaling
@@ -180,7 +182,7 @@ def dense_attention(
 
 
 def train_alone(run: Run) -> Trained:
-    """All of it in this process."""
+    """Train in this process alone."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(DENSE, dense_attention)
@@ -199,7 +201,7 @@ def train_alone(run: Run) -> Trained:
 
 
 def make_plan(run: Run, config: Any, number: int) -> Plan:
-    """The plan of a step."""
+    """Return the plan of a step."""
     from flexcp.frameworks import huggingface
 
     planner = huggingface.planner(config, cluster("cpu", 1, run.ranks), run.dtype, strategy=run.strategy)
@@ -207,7 +209,7 @@ def make_plan(run: Run, config: Any, number: int) -> Plan:
 
 
 def train_on_ranks(group: dist.ProcessGroup, run: Run) -> Trained:
-    """This rank's share."""
+    """Train this rank's share."""
     from flexcp.frameworks import huggingface
 
     huggingface.register()
@@ -218,7 +220,7 @@ def train_on_ranks(group: dist.ProcessGroup, run: Run) -> Trained:
         step = bind(make_plan(run, model.config, number), group)
         tokens = run.tokens(number)
         found = model(**huggingface.inputs(tokens, step))
-        # Transformers takes its own loss in float32.
+        # Transformers computes its own loss in float32.
         plain: Tensor = found.loss
         return plain if run.dtype == "float32" else step.loss(found.logits[0][: step.local_tokens], step.labels(tokens))
 
@@ -245,7 +247,7 @@ def _trained(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b)
+    """The difference of two runs: relative in the loss, and the largest norm(a - b) / norm(b)
     of any parameter's gradient.
     """
 
@@ -254,7 +256,7 @@ class Difference:
 
 
 def difference(found: Trained, right: Trained) -> Difference:
-    """Of all losses and of the gradients kept. A gradient that should be nothing is measured against the largest."""
+    """Compare all losses and the kept gradients. A gradient near zero is compared with the largest one."""
     worst = 0.0
     for mine, theirs in zip(found.gradients, right.gradients, strict=True):
         floor = 1e-3 * max(float(x.norm()) for x in theirs.values())
@@ -265,4 +267,4 @@ def difference(found: Trained, right: Trained) -> Difference:
 
 
 def _no_mask(**others: Any) -> None:
-    """Dense attention makes its own."""
+    """Make no mask: dense attention makes its own."""

@@ -1,4 +1,4 @@
-"""Which sources of each area ``benchmarks/mutants.py`` changes, and the tests that are theirs."""
+"""The areas of ``benchmarks/mutants.py``: the sources it changes and the tests that belong to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Area:
-    """Sources and test files, from the root of the checkout."""
+    """Source and test files of an area, relative to the root of the checkout."""
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]

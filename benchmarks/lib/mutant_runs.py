@@ -1,12 +1,12 @@
-"""Mutant runs: copies of a checkout in which a source is changed and tests are run, several beside each other.
+"""Mutant runs: tests on copies of a checkout in which one source is changed, several copies at a time.
 
-Every worker has a copy of its own, so that nothing is ever changed in the checkout. Tests of a copy import the copy.
-They run in a session of their own with a time limit, and whatever they started ends with them.
+Every worker has its own copy, so that the checkout itself is never changed. Tests of a copy import the copy. They run
+in their own session with a time limit, and everything they started is stopped with them.
 
-First each test file runs once on the unchanged sources. One that fails or is slow there is left out: it would say
-nothing about a mutant, or take the time of many; the end of its output says why. A mutant's tests are then those of
-its area, first the files that name its module, the fastest first, until one fails. Of the others only as many are run
-as fit into ``TEST_SECONDS``.
+First each test file runs once on the unchanged sources. A file that fails or is slow there is left out: it would tell
+nothing about a mutant, or take the time of many; the log has the end of its output. The tests of a mutant are those of
+its area, first the files that name its module, the fastest first, until one fails; of the other files only as many are
+run as fit into ``TEST_SECONDS``.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from lib.mutations import Mutant, mutants
 
 Result = TypeVar("Result")
 LEFT_BEHIND = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".hypothesis", "build", "out", "site")
-"""What copies do without. Compiled loops, in ``__pycache__``, go with them:
+"""Folders that are not copied. ``__pycache__`` with the compiled loops is copied:
 they belong to sources that no mutant changes.
 """
 LOOK_SECONDS = 0.5
 TEST_SECONDS = 60.0
 """What a mutant's tests take together, as the unchanged sources did; those that name its module are run in any case."""
 START_SECONDS = 30.0
-"""What tests may take in addition to three times as long as without the mutant."""
+"""Seconds that tests may take in addition to three times their time without the mutant."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A mutant and where it belongs."""
+    """A mutant with its area and source file."""
 
     area: str
     source: str
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: killed, killed by the time limit, or survived; by which tests and after how long."""
+    """The result of a mutant: killed, killed by the time limit, or survived; with the tests and their seconds."""
 
     place: Place
     how: str
@@ -67,8 +67,8 @@ class Verdict:
 
 
 class Copies:
-    """``jobs`` copies of a checkout in a folder; work takes one and gives it back.
-    ``stop`` ends the tests that run in them.
+    """``jobs`` copies of a checkout in a folder; work borrows one at a time.
+    Setting ``stop`` ends the tests that run in them.
     """
 
     def __init__(self, root: Path, folder: Path, jobs: int) -> None:
@@ -82,7 +82,9 @@ class Copies:
 
     @contextmanager
     def threads(self) -> Iterator[ThreadPoolExecutor]:
-        """One for each copy. Whatever ends the block early, Ctrl-C too, ends them and their tests."""
+        """Yield a pool with one thread for each copy.
+        If the block ends early, by Ctrl-C too, threads and tests are stopped.
+        """
         pool = ThreadPoolExecutor(self.jobs)
         try:
             yield pool
@@ -93,7 +95,7 @@ class Copies:
             pool.shutdown(cancel_futures=True)
 
     def with_copy(self, work: Callable[[Path], Result]) -> Result:
-        """Call ``work`` with a copy that nobody else has."""
+        """Call ``work`` with a copy that no other thread has."""
         copy = self._free.get()
         try:
             return work(copy)
@@ -110,7 +112,7 @@ class Ran(NamedTuple):
 
 
 def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.Event) -> Ran:
-    """Run test files in a copy until one fails."""
+    """Run test files in a copy, until one fails or the time limit is reached."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     paths = os.pathsep.join((str(copy / "src"), str(copy / "benchmarks")))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -132,7 +134,7 @@ def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.
 
 
 def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str], None]) -> dict[str, float]:
-    """Seconds of each test file that passes on the unchanged sources within the limit."""
+    """Return the seconds of each test file that passes on the unchanged sources within the limit."""
     found: dict[str, float] = {}
     with copies.threads() as pool:
         runs = {
@@ -149,8 +151,8 @@ def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str],
 
 
 def nearest_tests(root: Path, source: str, area: Area, seconds: dict[str, float]) -> tuple[str, ...]:
-    """The area's test files: first those that name the source's module, each kind the fastest first;
-    of the others what there is time for.
+    """Return the area's test files: first those that name the source's module, within each kind the fastest first;
+    of the others as many as there is time for.
     """
     parts = Path(source).with_suffix("").parts[1:]
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -167,7 +169,7 @@ def nearest_tests(root: Path, source: str, area: Area, seconds: dict[str, float]
 
 
 def drawn(root: Path, areas: dict[str, Area], count: int, seed: int) -> list[Place]:
-    """``count`` mutants, the areas in turn."""
+    """Return ``count`` mutants, taken from the areas in turn."""
     streams = {name: _stream(root, name, area, random.Random(f"{seed}/{name}")) for name, area in areas.items()}
     found: list[Place] = []
     while streams and len(found) < count:
@@ -181,7 +183,7 @@ def drawn(root: Path, areas: dict[str, Area], count: int, seed: int) -> list[Pla
 
 
 def _stream(root: Path, name: str, area: Area, rng: random.Random) -> Iterator[Place]:
-    """All mutants of an area, each made when it is asked for: a source is drawn by its length, then a place in it."""
+    """Yield all mutants of an area: a source is drawn in proportion to its length, then a place in it."""
     texts = {source: (root / source).read_text() for source in area.sources}
     streams = {source: mutants(text, rng) for source, text in texts.items()}
     while streams:
@@ -194,7 +196,7 @@ def _stream(root: Path, name: str, area: Area, rng: random.Random) -> Iterator[P
 
 
 def tried(place: Place, tests: tuple[str, ...], limit: float, copy: Path, stop: threading.Event) -> Verdict:
-    """Put a mutant into a copy, run its tests, and take it out again."""
+    """Put a mutant into a copy, run its tests, and restore the copy."""
     path = copy / place.source
     original = path.read_text()
     path.write_text(place.mutant.source)

@@ -1,14 +1,14 @@
 """Mutations: small changes of a source file, of the kinds that people make by mistake.
 
-A mutant is one change of one place: another comparison, a constant one larger or smaller, a condition negated, a
-statement left out, two arguments exchanged. Changes are made on the syntax tree and written back as text of the lines
-concerned, so that a survivor reads as a diff. Docstrings, messages, types, logging and what only declares are left
-alone: no test should see those.
+A mutant is one change in one place: another comparison, a constant off by one, a negated condition, a removed
+statement, two exchanged arguments. Changes are made in the syntax tree and written back as text of the changed lines,
+so that a survivor reads as a diff. Docstrings, messages, types, logging and declarations are not changed, because no
+test should depend on them.
 
-Two more kinds of places are left alone. The two arguments of a symmetric function (:data:`SYMMETRIC`) are not
-exchanged: the result is the same by what the function is. Statements that ask whether a device is a GPU, and those that
-only run on one (inside ``if device.type == "cuda"``), are what ``benchmarks/gpu.py`` checks on a GPU machine; no test
-of this checkout runs them.
+Two more kinds of places are not changed. The two arguments of a symmetric function (:data:`SYMMETRIC`) are not
+exchanged: the result is the same by the function's definition. Statements that ask whether a device is a GPU, and those
+that run only on one (inside ``if device.type == "cuda"``), are checked by ``benchmarks/gpu.py`` on a GPU machine; no
+test of this checkout runs them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed file: which kind of change in which line, the statement before and after, and the whole new text."""
+    """A changed file: kind and line of the change, the statement before and after, and the whole new text."""
 
     kind: str
     line: int
@@ -63,7 +63,7 @@ class Mutant:
     source: str
 
     def diff(self) -> str:
-        """For a table."""
+        """Return the change as text for a table."""
         return f"line {self.line}: `{_short(self.before)}` -> `{_short(self.after)}`"
 
 
@@ -73,7 +73,7 @@ def _short(code: str) -> str:
 
 
 def mutants(source: str, rng: random.Random) -> Iterator[Mutant]:
-    """Mutants of a file in random order, without end of kinds but each place once."""
+    """Yield mutants of a file in random order, each possible change once."""
     tree = ast.parse(source)
     places = [
         (statement, kind, number)
@@ -96,7 +96,7 @@ def mutants(source: str, rng: random.Random) -> Iterator[Mutant]:
         text = "".join([*lines[:first], body, *lines[last:]])
         try:
             same = _code(text) == unchanged
-        except SyntaxError:  # a statement that shares its line with another
+        except SyntaxError:  # the statement shares its line with another
             continue
         if same:
             continue
@@ -107,7 +107,7 @@ def mutants(source: str, rng: random.Random) -> Iterator[Mutant]:
 
 
 def _code(source: str) -> CodeType:
-    """What a source compiles to, whatever its lines are: a change that gives equal code is no mutant."""
+    """Return the compiled source without line numbers; a change that gives equal code is no mutant."""
 
     def bare(code: CodeType) -> CodeType:
         inside = tuple(bare(part) if isinstance(part, CodeType) else part for part in code.co_consts)
@@ -122,7 +122,7 @@ def _first_difference(before: str, after: str) -> tuple[str, str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements inside functions, the simple ones and the heads of compound ones, each once."""
+    """Yield simple statements, and the heads of compound ones, inside functions, each once."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -155,7 +155,7 @@ def _devices_asked(statement: ast.stmt) -> set[str]:
 
 
 def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Expressions of the statement itself, not of statements inside it, and none inside messages or types."""
+    """Yield expressions of the statement itself, without nested statements, messages and types."""
     todo: list[ast.AST] = [statement]
     while todo:
         node = todo.pop(0)

@@ -1,18 +1,18 @@
-"""NCCL checks: what must hold of the exchange on a device, as functions that return numbers. One GPU is enough:
-ranks share it.
+"""NCCL checks: functions that return numbers which must hold for the exchange on a device.
+One GPU is enough: ranks share it.
 
     python benchmarks/gpu.py --only nccl --patience 500 --write nccl.json
 
 - :func:`right_everywhere`: every strategy x mask, forward and backward, by the bf16 rule.
-- :func:`same_every_time`: 100 repeats of forward and backward have the same bits, with whole stages and with calls of
+- :func:`same_every_time`: 100 repeats of forward and backward give the same bits, with whole stages and with calls of
   one round.
-- :func:`first_among_some`: the first exchange of a new group is among some of its ranks only, and one rank never
+- :func:`first_among_some`: the first exchange of a new group involves only some of its ranks, and one rank never
   exchanges anything.
 - :func:`host_waits`: calls of the CUDA runtime that make the host wait, as the profiler saw them in a layer after the
   first.
-- :func:`failures`: how ranks end when one of them stands still, or binds another plan.
+- :func:`failures`: how ranks end when one of them hangs, or binds another plan.
 
-Ranks get a host id each (:mod:`lib.nccl_ranks`); NCCL then goes through sockets, so times mean nothing.
+Each rank has its own NCCL host id (:mod:`lib.nccl_ranks`); NCCL then uses sockets, so times mean nothing.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from lib.nccl_ranks import ends_of_nccl_ranks, on_nccl_ranks
 RANKS = (2, 4, 8)
 REPEATS = 100
 IN_ROUNDS = ("ring", "allgather", "blocks", "hypergraph")
-"""Strategies that are repeated with calls of one round too."""
+"""Strategies that are also repeated with calls of one round."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 PATIENCE = 500.0
 LIMIT = 10.0
-"""Seconds a rank may wait for another in :func:`failures`."""
+"""Seconds that a rank may wait for another in :func:`failures`."""
 
 
 def run_all(
     ranks: int, kernel: str | None = None, cases: Sequence[GpuCase] | None = None, checks: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The checks (all, or those named) on so many ranks, and whether all of them hold;
+    """Run the checks (all, or the named ones) on this many ranks and return whether all hold;
     ``cases`` may be made elsewhere.
     """
     chosen = [c for c in cases or gpu_cases(kernel, (ranks,)) if c.plan.ranks == ranks]
@@ -79,18 +79,18 @@ def run_all(
 
 
 def right_everywhere(cases: Sequence[GpuCase]) -> dict[str, Any]:
-    """How many cases passed, and those that did not."""
+    """Return how many cases passed, and the ones that failed."""
     return verify_gpu(list(cases), PATIENCE)
 
 
 def same_every_time(plans: Sequence[Plan], kernel: str | None) -> list[str]:
-    """Strategies and repeats in which a bit differed on some rank."""
+    """Return the strategies and repeats in which a bit differed on some rank."""
     answers = on_nccl_ranks(plans[0].ranks, _repeats, plans, kernel, patience=PATIENCE)
     return sorted({wrong for rank in answers for wrong in rank})
 
 
 def first_among_some(ranks: int, kernel: str | None) -> list[str]:
-    """What went wrong where only some ranks exchange anything, in a group that never did before."""
+    """Return what went wrong if only some ranks exchange anything in a new group."""
     plan = Planner(8, 4, 128, cluster=cluster("cpu", 1, ranks), strategy=f"zigzag:{ranks // 2}")([700])
     assert not plan.peers(ranks - 1) and plan.peers(0)  # the second group has no document
     answers = on_nccl_ranks(ranks, _repeats, [plan], kernel, patience=PATIENCE)
@@ -98,13 +98,13 @@ def first_among_some(ranks: int, kernel: str | None) -> list[str]:
 
 
 def host_waits(plans: Sequence[Plan], kernel: str | None) -> dict[str, list[str]]:
-    """For each strategy the runtime calls of a layer that made some rank's host wait."""
+    """Return for each strategy the runtime calls of a layer that made some rank's host wait."""
     answers = on_nccl_ranks(plans[0].ranks, _waits, plans, kernel, patience=PATIENCE)
     return {name: sorted({call for rank in answers for call in rank[name]}) for name in answers[0]}
 
 
 def failures(ranks: int, kernel: str | None) -> dict[str, list[dict[str, Any]]]:
-    """How each rank ended when the last one stands still before its second layer, and when it binds another plan."""
+    """Return how each rank ended when the last one hangs before its second layer, and when it binds another plan."""
     plans = [_plan(strategy, ranks) for strategy in ("ring", "allgather")]
     return {
         name: ends_of_nccl_ranks(ranks, function, plans, kernel, limit=LIMIT, patience=8 * LIMIT, staying=staying)
@@ -113,7 +113,7 @@ def failures(ranks: int, kernel: str | None) -> dict[str, list[dict[str, Any]]]:
 
 
 def _ended_in_time(name: str, ends: list[dict[str, Any]]) -> bool:
-    """Whether every rank (but one that stands still) ended, and none as if nothing had happened."""
+    """Return whether every rank (except one that hangs) ended with an error in time."""
     others = ends[:-1] if name == "stands still" else ends
     return all(end["code"] not in (None, 0) for end in others)
 
@@ -148,7 +148,8 @@ def _repeats(groups: dict[int, Any], plans: Sequence[Plan], kernel: str | None) 
         step = bind(plan, groups[plan.ranks], **calls)
         inputs = _inputs(step)
         exact = _layer(step, inputs, kernel)
-        # Counted on the device: asking after each repeat would keep passes from following each other closely.
+        # Counted on the device: reading the result after each repeat would keep passes from following each other
+        # closely.
         differ = torch.zeros(REPEATS, dtype=torch.int64, device="cuda")
         for repeat in range(REPEATS):
             for again, first in zip(_layer(step, inputs, kernel), exact, strict=True):
@@ -175,7 +176,7 @@ def _waits(groups: dict[int, Any], plans: Sequence[Plan], kernel: str | None) ->
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             _layer(step, inputs, kernel)
-            # Leaving the profiler waits for the device, but in no layer: what it counts there comes after this mark.
+            # Leaving the profiler waits for the device, but not in a layer; that wait comes after this mark.
             with torch.profiler.record_function("layer ends"):
                 pass
         events = profiler.events()
@@ -185,7 +186,7 @@ def _waits(groups: dict[int, Any], plans: Sequence[Plan], kernel: str | None) ->
 
 
 def _inputs(step: Step) -> tuple[Tensor, ...]:
-    """This rank's q, k, v and gradient of the output, the same in every run."""
+    """Return this rank's q, k, v and output gradient, the same in every run."""
     shape, generator = step.plan.shape, torch.Generator("cuda").manual_seed(step.rank)
     sizes = [(shape.heads, shape.head_dim)] + [(shape.kv_heads, shape.head_dim)] * 2 + [(shape.heads, shape.v_head_dim)]
     return tuple(

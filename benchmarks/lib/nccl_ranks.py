@@ -1,8 +1,8 @@
-"""NCCL ranks: real ranks that share one GPU, for correctness rather than speed.
+"""NCCL ranks: real ranks that share one GPU, to test correctness, not speed.
 
-Each rank gets an NCCL host id of its own, or NCCL refuses two on a GPU; messages then go through sockets. A function
-runs on all of them: :func:`on_nccl_ranks` gives its answers, :func:`ends_of_nccl_ranks` tells how the processes ended
-where they are meant to fail.
+Each rank gets its own NCCL host id, because NCCL refuses two ranks of a host on one GPU; messages then go through
+sockets. A function runs on all ranks: :func:`on_nccl_ranks` returns its results, :func:`ends_of_nccl_ranks` how the
+processes ended when they are meant to fail.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from flexcp.measure.local_store import joined_store, kept_store
 from flexcp.measure.shared_gpu import share_gpu
 
 NCCL_LIMIT = 120.0
-"""Seconds NCCL waits for a rank in checks that are meant to pass."""
+"""Seconds that NCCL waits for a rank in checks that should pass."""
 DUMP_WAIT_MS = 500
-"""PyTorch's watchdog ends a process four times this long after the limit (15 s unless told, so a minute):
-time to write its records.
+"""PyTorch's watchdog ends a process four times this long after the limit (15 s by default, so a minute),
+to leave time for writing its records.
 """
 
 
 def on_nccl_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, patience: float = 300.0) -> list[Any]:
-    """``function(groups, *arguments)`` on NCCL ranks that share GPU 0;
-    ``groups[n]`` is the group of the first n ranks, if in it.
+    """Run ``function(groups, *arguments)`` on NCCL ranks that share GPU 0 and return the results by rank.
+    ``groups[n]`` is the group of the first n ranks, for the ranks in it.
     """
     processes, answers, _store = _started(ranks, function, arguments, NCCL_LIMIT)
     results: dict[int, Any] = {}
@@ -63,11 +63,11 @@ def on_nccl_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, pat
 def ends_of_nccl_ranks(
     ranks: int, function: Callable[..., Any], *arguments: Any, limit: float, patience: float, staying: int = 0
 ) -> list[dict[str, Any]]:
-    """How each rank ended when NCCL waits no longer than ``limit`` seconds: exit code, after how long,
-    and the error it raised if any.
+    """Return how each rank ended if NCCL waits at most ``limit`` seconds: exit code, time, and the error it raised, if
+    any.
 
-    For functions that are meant to fail, which on NCCL may end a process. A rank still there after ``patience``, or
-    when no more than ``staying`` of them are, is killed (code None).
+    This is for functions that are meant to fail, which on NCCL may end a process. A rank that still runs after
+    ``patience`` seconds, or when at most ``staying`` ranks are left, is killed (code None).
     """
     processes, answers, _store = _started(ranks, function, arguments, limit)
     begin = time.monotonic()

@@ -1,7 +1,7 @@
-"""Bugs to put in on purpose, one for each area of flexcp. ``flexcp fuzz`` is worth its time if it finds each of them.
+"""Deliberate bugs, one for each area of flexcp; ``flexcp fuzz`` should find each of them.
 
-A bug replaces one attribute of a module or class by something made of the original. Bugs of what runs on ranks are
-planted on the ranks; all others in this process.
+A bug replaces one attribute of a module or class by something made from the original. Bugs in code that runs on ranks
+are planted on the ranks, all others in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexcp.measure.ranks import RankPool
 
 @dataclass(frozen=True)
 class Bug:
-    """``owner`` is a module, or ``module:Class``; ``wrong(original)`` stands in for the attribute ``name``."""
+    """A bug: ``wrong(original)`` replaces the attribute ``name`` of ``owner``, a module or ``module:Class``."""
 
     owner: str
     name: str
@@ -29,7 +29,7 @@ class Bug:
     on_ranks: bool = False
 
     def place(self) -> Any:
-        """The module or class whose attribute is replaced."""
+        """Return the module or class whose attribute is replaced."""
         module, _, inside = self.owner.partition(":")
         found = import_module(module)
         return getattr(found, inside) if inside else found
@@ -59,7 +59,7 @@ def _short_region(find: Any) -> Any:
 
 
 def _final_results(program: Any) -> Any:
-    """Partial results are said to be final where there are few of them."""
+    """Mark small partial results as final."""
 
     def made(parts: Any, *rest: Any, **named: Any) -> Any:
         small = [replace(part, partial=np.where(part.stop - part.start < 4, 0, part.partial)) for part in parts]
@@ -145,7 +145,7 @@ BUGS: dict[str, Bug] = {
 
 @contextmanager
 def planted(area: str) -> Iterator[None]:
-    """Inside, this process has the bug of an area."""
+    """Plant the bug of an area in this process for the duration of the block."""
     bug = BUGS[area]
     place = bug.place()
     before = getattr(place, bug.name)
@@ -157,16 +157,16 @@ def planted(area: str) -> Iterator[None]:
 
 
 def plant(area: str) -> None:
-    """From now on this process has the bug."""
+    """Plant the bug of an area in this process for good."""
     bug = BUGS[area]
     setattr(bug.place(), bug.name, bug.wrong(getattr(bug.place(), bug.name)))
 
 
 def plant_on_rank(group: dist.ProcessGroup, area: str) -> None:
-    """Called on ranks."""
+    """Plant a bug on a rank; called through a pool."""
     plant(area)
 
 
 def plant_on_pool(area: str, pool: RankPool) -> None:
-    """All ranks of a pool have the bug."""
+    """Plant a bug on all ranks of a pool."""
     pool.run(plant_on_rank, area)

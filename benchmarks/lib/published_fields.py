@@ -1,5 +1,5 @@
-"""Fields of a published figure: what each may hold, and what a wrong one is told (:mod:`lib.published_figures` has the
-format).
+"""The fields of a published figure: what each may hold, and the messages for wrong values
+(:mod:`lib.published_figures` describes the format).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from published_parameters import place
 Batches = tuple[tuple[int, ...], ...]
 DIRECTIONS = ("forward", "backward", "both", "step")
 RATES = ("iter/s", "tokens/s", "TFLOP/s", "MFU", "efficiency", "ratio")
-"""Units of which more is faster."""
+"""Units in which more is faster."""
 UNITS = ("ms", "s", *RATES)
 EXECUTORS = ("ring-flash-attention",)
-"""Libraries whose work between kernels is priced (:mod:`published_merges`)."""
+"""Libraries whose work between kernels has prices (:mod:`published_merges`)."""
 SYNCS = ("fsdp", "allreduce", "none")
 MOST_SEEDS = 100
 MOST_TOKENS = 1 << 28
@@ -35,7 +35,7 @@ MOST_LINES = 1_000_000
 
 
 def distribution(text: str) -> tuple[str, int] | None:
-    """The name and the tokens of a distribution given without a seed."""
+    """Return the name and the tokens of a distribution that is given without a seed, or None."""
     name, _, tail = text.partition(":")
     if name not in DISTRIBUTIONS or not tail or ":" in tail:
         return None
@@ -147,7 +147,7 @@ def _model(value: Any) -> str:
 
 
 LEAST = {"ranks_per_nic": 1, "rounds_per_call": 0, "ahead": 0}
-"""Rules that are numbers, and the least of each; the others are true or false."""
+"""Rules that are numbers, with the least value of each; the others are true or false."""
 
 
 def _rules(value: Any) -> tuple[tuple[str, int], ...]:

@@ -1,38 +1,39 @@
-"""Published figures in a file: one JSON object a line, read believing nothing, so that anybody's file can be run.
+"""Published figures in a file: one JSON object a line, completely validated, so that any user's file can be run.
 
 ================  ====================================================================================================
-field             what it holds
+field             content
 ================  ====================================================================================================
 ``source``        where the figure is published: paper, table, repository
-``system``        whose time it is
+``system``        the system that was timed
 ``cluster``       a preset or a measured machine with its size, as in ``h100:4x8``
-``heads``         query heads, KV heads and their size: ``[64, 8, 128]``, or ``"64/8/128"``; without a size 128
+``heads``         query heads, KV heads and their size: ``[64, 8, 128]``, or ``"64/8/128"``; the size is 128 by default
 ``lengths``       documents: ``"8x32768"``, ``"web:65536:0"``, ``[4096, 512]``, or a list of such
                   lists; a time is the mean over the batches
 ``mask``          as ``--mask`` takes it: ``causal``, ``full``, ``window:4096``, ``lambda:64,4096``
-``method``        a strategy with its degree, as in ``zigzag:8``; a list stands for the fastest of it
+``method``        a strategy with its degree, as in ``zigzag:8``; a list stands for the fastest in it
 ``direction``     ``forward``, ``backward``, ``both`` (of attention alone), or ``step``
 ``value``         the published number, above 0
 ``unit``          ``ms``, ``s``, ``iter/s``, ``tokens/s`` or ``TFLOP/s`` (of a GPU), ``MFU`` and ``efficiency``
                   (from 0 to 1), ``ratio``
-``over``          of a ratio: the method (or the fastest of a list) whose time is divided by ``method``'s
-``kernel``        a measured kernel; without one the analytic cost model
+``over``          for a ratio: the method (or the fastest of a list) whose time is divided by ``method``'s
+``kernel``        a measured kernel; by default the analytic cost model
 ``executor``      ``ring-flash-attention``: what that library does between its kernels is simulated;
-                  without one only copies of messages are
-``seeds``         how many batches are drawn of a distribution that is named without its seed (1 unless given)
+                  by default only copies of messages are
+``seeds``         how many batches are drawn from a distribution that is named without a seed (default 1)
 ``scale``         a factor on every document's length; batches keep their tokens
 ``longest``       documents longer than this are cut
-``model``         of a step: whose layers surround attention; ``sync`` is ``fsdp``, ``allreduce`` or ``none``
-``recompute``     of a step: whether the forward runs once more in the backward
+``model``         for a step: the model whose layers surround attention; ``sync`` is ``fsdp``, ``allreduce`` or ``none``
+``recompute``     for a step: whether the forward runs once more in the backward
 ``rules``         how the plan is executed, as in ``{"ahead": 0}``
-``stated``        whether the source states the setting; where it does not, ``assumed`` says what was taken
-``assumed``       what the source leaves open, or what stands in for data that is not here
-``reason``        why the simulated figure is off, where somebody knows
-``again``         an earlier line with the same published value, which this one simulates in another way:
-                  only the earlier one counts
+``stated``        whether the source states the setting; if not, ``assumed`` says what was assumed
+``assumed``       what the source leaves open, or what replaces data that is not available
+``reason``        why the simulated figure is off, if known
+``again``         the number of an earlier line with the same published value, which this line simulates in another
+                  way; only the earlier line counts
 ================  ====================================================================================================
 
-The first ten are needed. A file with a mistake is refused whole, with line, field and way out of every mistake.
+The first ten fields are required. A file with mistakes is refused as a whole, with line, field and remedy for each
+mistake.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ ATTENTION_ONLY = ("TFLOP/s", "MFU", "efficiency")
 
 @dataclass(frozen=True)
 class Figure:
-    """One published figure and its setting."""
+    """One published figure with its setting."""
 
     source: str
     system: str
@@ -88,7 +89,7 @@ class Figure:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """What figures have in common that differ in system and method only."""
+        """The fields that figures share if they differ only in system and method."""
         where = (self.cluster, self.heads, self.lengths, self.seeds, self.scale, self.longest, self.mask)
         return (*where, self.direction, self.unit, self.model, self.sync, self.recompute)
 
@@ -99,11 +100,11 @@ class Figure:
 
 
 class FiguresError(ValueError):
-    """All mistakes of a file, a line each."""
+    """All mistakes of a file, one per line."""
 
 
 def read_figures(path: Path | str) -> list[tuple[int, Figure]]:
-    """The figures of a file with their lines; :class:`FiguresError` with every mistake in it."""
+    """Read the figures of a file with their line numbers; raises :class:`FiguresError` with all mistakes."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -127,7 +128,9 @@ def read_figures(path: Path | str) -> list[tuple[int, Figure]]:
 
 
 def _wrong_again(path: Path | str, figures: dict[int, Figure]) -> list[str]:
-    """Lines that repeat none: the line they name is not before them, repeats one itself, or has another value."""
+    """Return messages for ``again`` fields that name no earlier figure with the same value,
+    or one that repeats another.
+    """
     found = []
     for number, figure in figures.items():
         first = figures.get(figure.again) if figure.again is not None and figure.again < number else None
@@ -141,7 +144,7 @@ def _wrong_again(path: Path | str, figures: dict[int, Figure]) -> list[str]:
 
 
 def parse_figure(values: Any) -> Figure:
-    """One line's figure; ValueError has a line for each wrong field."""
+    """Parse the figure of one line; a ValueError has a line for each wrong field."""
     if not isinstance(values, dict):
         raise ValueError(f'a figure is a JSON object with fields, as in {{"source": ...}}; got {short(values)}')
     names = [f.name for f in fields(Figure)]
@@ -163,7 +166,7 @@ def parse_figure(values: Any) -> Figure:
 
 
 def _check_together(figure: Figure) -> None:
-    """What fields must agree on, with a line for each that do not."""
+    """Raise ValueError with a line for each combination of fields that do not fit together."""
     checks: list[tuple[bool, str]] = [
         (
             figure.direction == "step" and figure.model is None,

@@ -1,9 +1,9 @@
-"""Judging simulated figures: how far each is from the published one,
+"""Judgement of simulated figures: their errors against the published ones,
 and whether systems come out in the published order.
 
-The error of a figure is simulated / published - 1. Figures of one setting that differ in system and method make
-*pairs*; of those whose published values differ by ``APART`` or more, the order is right when the simulated values
-differ to the same side, and the error of their ratio is judged like a figure's.
+The error of a figure is simulated / published - 1. Figures of one setting that differ in system and method form
+*pairs*. Pairs whose published values differ by ``APART`` or more are judged: the order is right if the simulated values
+differ in the same direction, and the error of their ratio is judged like that of a figure.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lib.published_figures import Figure
 
 APART = 1.10
 MISS = 0.15
-"""An error beyond this is a miss, and needs a reason."""
+"""An error above this is a miss, and needs a reason."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A figure and what was simulated for it, or why nothing was."""
+    """A figure with its simulated value, or the reason why there is none."""
 
     line: int
     figure: Figure
     simulated: float | None
     method: str = ""
-    """Which of the figure's methods it is, where there are several."""
+    """The simulated method, if the figure lists several."""
     refused: str = ""
 
     @property
@@ -69,7 +69,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Spread:
-    """Absolute errors: how many, the median, the 90th percentile and the largest."""
+    """Absolute errors: count, median, 90th percentile and largest."""
 
     count: int
     median: float
@@ -78,7 +78,7 @@ class Spread:
 
 
 def spread(errors: Iterable[float]) -> Spread | None:
-    """The spread of errors; None of none."""
+    """Return the spread of errors, or None if there are none."""
     found = sorted(abs(e) for e in errors)
     if not found:
         return None
@@ -87,7 +87,7 @@ def spread(errors: Iterable[float]) -> Spread | None:
 
 
 def pairs(results: Sequence[Result]) -> list[Pair]:
-    """All pairs of one setting that are apart; a ratio is a pair already, and makes none."""
+    """Return all pairs of one setting that are far enough apart; ratios form no pairs."""
     groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
     for each in results:
         if each.simulated is not None and each.figure.unit != "ratio":

@@ -1,7 +1,7 @@
-"""Where comparing commands put the errors they found: src/flexcp/known_errors/errors.json, the page
-docs/results/errors.md and the README.
+"""Recording of errors found by comparing commands: in src/flexcp/known_errors/errors.json, on the page
+docs/results/errors.md and in the README.
 
-All three say the same (tests/docs/test_errors.py), so whoever records an entry writes all of them.
+All three must agree (tests/docs/test_errors.py), so :func:`record_errors` writes all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = 150
 
 
 def record_errors(found: Iterable[KnownError]) -> None:
-    """Add entries or replace them, then write what shows them."""
+    """Add or replace entries, then write the page and the README."""
     entries = known_errors() | {each.key: each for each in found}
     FILE.write_text(json.dumps({key: entries[key].to_json() for key in ROWS if key in entries}, indent=1) + "\n")
     (ROOT / PAGE).write_text(errors_page(entries))
@@ -32,7 +32,7 @@ def record_errors(found: Iterable[KnownError]) -> None:
 
 
 def errors_page(entries: Mapping[str, KnownError]) -> str:
-    """The page: a row for everything that can be run, with - where it has not been."""
+    """Return the page: a row for every possible comparison, with - for those that have not been run."""
     rows = []
     for key, row in ROWS.items():
         known = entries.get(key)
@@ -50,13 +50,13 @@ def errors_page(entries: Mapping[str, KnownError]) -> str:
             "# How far off predictions are",
             "",
             "**Measured against simulated**: everything that flexcp says about its own errors, on one page. An error "
-            "is |predicted / measured - 1|; *order right* counts the pairs that came out in the right order, of those "
-            "that are 10 % apart or more (predicted, in the box; published, of figures). `flexcp advise`, `compare`, "
-            "`simulate` and reports print the row that applies: published figures whose source states its setting, "
-            "where the cost model is the analytic one; steps of CPU ranks, where it was calibrated, beside what the "
-            "calibration held out itself. The numbers are in src/flexcp/known_errors/errors.json, written on the dates "
-            "and by the commands of the last column; - has not been run. Nothing here was measured on a cluster of "
-            "several machines.",
+            "is |predicted / measured - 1|. *Order right* counts the pairs that came out in the right order, among the "
+            "pairs that are 10 % apart or more (by prediction in the box, by publication for figures). `flexcp "
+            "advise`, `compare`, `simulate` and reports print the row that applies: for the analytic cost model, "
+            "published figures whose source states its setting; for a calibrated one, steps of CPU ranks, together "
+            "with the calibration's own held-out errors. The numbers are in src/flexcp/known_errors/errors.json, "
+            "written on the dates and by the commands in the last column; - marks what has not been run. Nothing here "
+            "was measured on a cluster of several machines.",
             "",
             *table(heads, rows),
         ]
@@ -64,7 +64,7 @@ def errors_page(entries: Mapping[str, KnownError]) -> str:
 
 
 def how_sure() -> str:
-    """The README's paragraph."""
+    """Return the README's paragraph."""
     words = off_words(CostModel()).replace(f"({PAGE})", f"([all errors]({PAGE}))")
     words = f"**How sure**: {words}. Ask for your own documents and [model](docs/commands.md#models):"
     return fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -1,9 +1,9 @@
-"""Resume: a small training run that is killed at random moments, and what it leaves behind.
+"""Resume: a small training run that is killed at random moments, and its records.
 
-Training is a process per rank, as a launcher starts them. Rank 0 writes a line per step (samples, and the loss to the
-last bit) and every other step a checkpoint: model, optimizer, loader. A rank killed with signal 9 takes the others with
-it, as launchers do, and the next attempt goes on from the last checkpoint. In the end the lines must be those of a run
-nobody disturbed.
+Training has a process per rank, as a launcher starts them. Rank 0 writes a line per step (samples, and the loss to the
+last bit), and every other step a checkpoint of model, optimizer and loader. When a rank is killed with signal 9, the
+others are killed too, as launchers do, and the next attempt continues from the last checkpoint. In the end the lines
+must equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ EVERY = 2
 SAMPLES, LONGEST, BUDGET, SEED = 37, 60, 96, 11
 LIMIT = 300.0
 PACE = 0.02
-"""Seconds each step sleeps, so that a moment drawn in seconds lies within a few steps on any machine."""
+"""Seconds that each step sleeps, so that a random delay in seconds covers a few steps on any machine."""
 
 
 @dataclass(frozen=True)
 class Killed:
-    """Lines of a run that was killed, and when: (step it had reached, whether it had begun to train)."""
+    """Lines of a run that was killed, and the moments of the kills: (step reached, whether training had begun)."""
 
     lines: list[str]
     moments: list[tuple[int, bool]]
 
 
 class Documents:
-    """Map-style, lengths known: documents of a few tokens that repeat."""
+    """A map-style dataset with known lengths: documents of a few repeating tokens."""
 
     def __init__(self) -> None:
         self.lengths = [1 + (i * 29) % LONGEST for i in range(SAMPLES)]
@@ -54,20 +54,20 @@ class Documents:
 
 
 def undisturbed(folder: Path, ranks: int, steps: int) -> list[str]:
-    """The lines of a run from start to end."""
+    """Return the lines of a run from start to end."""
     with _Launch(folder, ranks, steps) as launch:
         launch.finish()
     return _lines(folder)
 
 
 def disturbed(folder: Path, ranks: int, steps: int, kills: int, seed: int) -> Killed:
-    """The lines of a run that is killed ``kills`` times, at moments drawn from ``seed``, and then left alone."""
+    """Return the lines of a run that is killed ``kills`` times, at moments drawn from ``seed``, and then left alone."""
     rng = random.Random(seed)
     moments: list[tuple[int, bool]] = []
     while len(moments) < kills:
         before = len(_lines(folder))
         with _Launch(folder, ranks, steps) as launch:
-            # Some die while they start, some between steps, some inside of one or of a checkpoint.
+            # Some runs are killed while they start, some between steps, some inside a step or a checkpoint.
             more = rng.choice((0, 1, 1, 2, 3))
             ended = launch.wait_for(lambda n=before + more, least=more: len(_lines(folder)) >= n or least == 0)
             time.sleep(rng.random() * (0.7 if more == 0 else 2 * PACE))
@@ -88,7 +88,7 @@ def _lines(folder: Path) -> list[str]:
 
 
 class _Launch:
-    """The ranks of one attempt."""
+    """The rank processes of one attempt."""
 
     def __init__(self, folder: Path, ranks: int, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class _Launch:
             self.processes.append(process)
 
     def wait_for(self, condition: Any) -> bool:
-        """Wait until the condition holds; True when all ranks ended first."""
+        """Wait until the condition holds; returns True if all ranks ended before."""
         begin = time.monotonic()
         while not condition():
             if not any(p.is_alive() for p in self.processes):
@@ -112,7 +112,7 @@ class _Launch:
         return False
 
     def kill(self, rank: int) -> None:
-        """Signal 9 to one rank, and then to the others."""
+        """Kill one rank with signal 9, and then the others."""
         for process in (self.processes[rank], *self.processes):
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
@@ -135,11 +135,11 @@ class _Launch:
             process.join()
 
 
-# --- what runs on a rank ----------------------------------------------------------------------------------------------
+# --- functions that run on a rank -------------------------------------------------------------------------------------
 
 
 def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
-    """Train up to ``steps`` from the last checkpoint."""
+    """Train from the last checkpoint up to ``steps``."""
     import torch
     import torch.distributed as dist
 
@@ -203,7 +203,7 @@ def _saved(folder: Path, done: int, model: Any, optimizer: Any, loader: Any) -> 
 
 
 def _restored(folder: Path, model: Any, optimizer: Any, loader: Any, rank: int) -> int:
-    """Load the last checkpoint, if there is one, and forget the lines after it; the steps done."""
+    """Load the last checkpoint, if any, and drop the lines after it; returns the number of steps done."""
     import torch
 
     done = 0

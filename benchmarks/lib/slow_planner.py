@@ -1,5 +1,5 @@
-"""A planner that takes longer than it needs, to see what waits for it. No torch here:
-planner processes import this file.
+"""A planner that takes longer than needed, to test what waits for it.
+No torch here: planner processes import this file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flexcp.planner import Planner
 
 
 class SlowPlanner:
-    """``planner``, with ``seconds`` of sleep before each plan."""
+    """``planner`` with a sleep of ``seconds`` before each plan."""
 
     def __init__(self, planner: Planner, seconds: float) -> None:
         self.planner, self.seconds = planner, seconds

@@ -1,4 +1,6 @@
-"""What a rank does for ``benchmarks/soak.py``: steps of changing batches, and a look at what it holds."""
+"""The ranks' part of ``benchmarks/soak.py`` and ``benchmarks/trust_gpu.py``: steps with changing batches,
+and a count of what a process holds.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import ctypes
 import gc
 import os
 import random
+import sys
 import threading
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,36 +23,46 @@ import flexcp
 from flexcp.plan.plan import Plan
 
 SETTLED = 500
-"""Steps after which a process has loaded, compiled and cached what it ever will."""
+"""The number of steps after which a process has loaded, compiled and cached everything."""
 STRATEGIES = ("blocks", "zigzag", "allgather", "ring", "groups", "dp")
 MASKS = (flexcp.causal(), flexcp.full(), flexcp.window(16, 0), flexcp.lambda_(4, 32), flexcp.shared_question(3, 0.3))
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds; bytes and counts."""
+    """Resources of a process, in bytes and counts;
+    ``allocated`` and ``reserved`` are of CUDA's allocator, 0 on a CPU.
+    """
 
     resident: int
     threads: int
     files: int
     sockets: int
     shared: int
+    allocated: int = 0
+    reserved: int = 0
 
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank held after the steps in which it settled, and at the end;
-    whether a fixed batch gave the same bits.
+    """A rank's resources after ``settled`` steps and at the end, after ``steps``,
+    and whether a fixed batch gave the same bits.
     """
 
     before: Held
     after: Held
     same: bool
+    settled: int
+    steps: int
 
 
-def held() -> Held:
-    """Of this process, garbage collected and the allocator's free memory given back."""
+def held(device: str = "cpu") -> Held:
+    """Return the resources of this process, after collecting garbage and returning free memory."""
     gc.collect()
+    on_gpu = (0, 0)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        on_gpu = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     links = [
@@ -57,53 +72,81 @@ def held() -> Held:
     ]
     sockets = sum(link.startswith("socket:") for link in links)
     shared = len(list(Path("/dev/shm").iterdir())) if Path("/dev/shm").is_dir() else 0
-    return Held(pages * os.sysconf("SC_PAGE_SIZE"), threading.active_count(), len(links) - sockets, sockets, shared)
+    resident = pages * os.sysconf("SC_PAGE_SIZE")
+    return Held(resident, threading.active_count(), len(links) - sockets, sockets, shared, *on_gpu)
 
 
-def soak(group: dist.ProcessGroup, steps: int, settled: int, seed: int) -> Generator[str, None, Soaked]:
-    """On every rank: that many steps; says how far it is."""
-    rng, ranks = random.Random(seed), dist.get_world_size(group)
-    first = _fixed(group, ranks)
-    before = held()
+def soak(
+    group: dist.ProcessGroup, steps: int, settled: int, seed: int, device: str = "cpu", seconds: float | None = None
+) -> Generator[str, None, Soaked]:
+    """Run ``steps`` steps on this rank, or as many as fit into ``seconds``; yields progress messages."""
+    rng, ranks, begin = random.Random(seed), dist.get_world_size(group), time.monotonic()
+    first = _fixed(group, ranks, device)
+    looks = {0: held(device)}
     for number in range(steps):
-        if number == settled:
-            before = held()
+        # If time runs out early, the last of these counts before the middle is compared with the end.
+        if number == settled or (seconds is not None and number in (50, 100, 200)):
+            looks[number] = held(device)
         if number % 50 == 0:
+            if seconds is not None and _over(group, device, time.monotonic() - begin > seconds):
+                steps = number
+                break
             yield f"step {number} of {steps}"
-        _step(flexcp.bind(_drawn(rng, ranks), group), number)
-    same = all(torch.equal(a, b) for a, b in zip(first, _fixed(group, ranks), strict=True))
-    return Soaked(before, held(), same)
+        _step(flexcp.bind(_drawn(rng, ranks, device), group), number, device)
+    same = all(torch.equal(a, b) for a, b in zip(first, _fixed(group, ranks, device), strict=True))
+    settled = max(number for number in looks if number <= max(settled, 1) and 2 * number <= steps)
+    return Soaked(looks[settled], held(device), same, settled, steps)
 
 
-def _drawn(rng: random.Random, ranks: int) -> Plan:
-    lengths = [rng.randrange(1, rng.choice((8, 60, 300))) for _ in range(rng.randrange(1, 8))]
-    planner = flexcp.Planner(
-        4,
-        2,
-        16,
-        dtype="float32",
-        cluster=flexcp.cluster("cpu", 1, ranks),
-        strategy=rng.choice(STRATEGIES),
-        keep_kv=rng.choice((0, 1 << 30)),
-    )
+def soaked(group: dist.ProcessGroup, *asked: Any) -> Soaked:
+    """Run :func:`soak` for callers that take no progress messages; rank 0 prints them."""
+    running = soak(group, *asked)
+    while True:
+        try:
+            said = next(running)
+        except StopIteration as end:
+            found: Soaked = end.value
+            return found
+        if dist.get_rank(group) == 0:
+            print(f"soak: {said}", file=sys.stderr, flush=True)
+
+
+def _over(group: dist.ProcessGroup, device: str, mine: bool) -> bool:
+    """Return whether any rank's time is over, so that all ranks stop at the same step."""
+    votes = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(votes, group=group)
+    return bool(votes.item())
+
+
+def _drawn(rng: random.Random, ranks: int, device: str) -> Plan:
+    longest = (8, 60, 300) if device == "cpu" else (64, 500, 2000)
+    lengths = [rng.randrange(1, rng.choice(longest)) for _ in range(rng.randrange(1, 8))]
+    planner = _planner(ranks, device, rng.choice(STRATEGIES), rng.choice((0, 1 << 30)))
     return planner(lengths, rng.choice(MASKS))
 
 
-def _step(step: flexcp.Step, seed: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed * 1000 + step.rank)
-    assert len(step.indices) == step.local_tokens  # asked for, as a training loop does: otherwise attention warns
+def _planner(ranks: int, device: str, strategy: str, keep: int = 0) -> flexcp.Planner:
+    size, dtype = (16, "float32") if device == "cpu" else (64, "bfloat16")
+    where = flexcp.cluster("cpu" if device == "cpu" else "h200", 1, ranks)
+    return flexcp.Planner(4, 2, size, dtype=dtype, cluster=where, strategy=strategy, keep_kv=keep)
+
+
+def _step(step: flexcp.Step, seed: int, device: str) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(seed * 1000 + step.rank)
+    shape, dtype = step.plan.shape, getattr(torch, step.plan.shape.dtype)
+    assert len(step.indices) == step.local_tokens  # unread indices would make attention warn
 
     def rows(heads: int) -> torch.Tensor:
-        return torch.randn(step.local_tokens, heads, 16, generator=generator).requires_grad_()
+        made = torch.randn(step.local_tokens, heads, shape.head_dim, generator=generator, device=device)
+        return made.to(dtype).requires_grad_()
 
     q, k, v = rows(4), rows(2), rows(2)
-    out = flexcp.attention(q, k, v, step)
+    out = flexcp.attention(q, k, v, step, deterministic=True)
     assert isinstance(out, torch.Tensor)
     out.square().sum().backward()
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def _fixed(group: dist.ProcessGroup, ranks: int) -> tuple[torch.Tensor, ...]:
-    planner = flexcp.Planner(4, 2, 16, dtype="float32", cluster=flexcp.cluster("cpu", 1, ranks), strategy="blocks")
-    return _step(flexcp.bind(planner([200, 31, 1, 77]), group), 0)
+def _fixed(group: dist.ProcessGroup, ranks: int, device: str) -> tuple[torch.Tensor, ...]:
+    return _step(flexcp.bind(_planner(ranks, device, "blocks")([200, 31, 1, 77]), group), 0, device)

@@ -1,19 +1,19 @@
-"""Step time: how long attention under a plan really takes, forward and backward,
-and what of it is compute and what communication.
+"""Step time: the measured time of attention under a plan, forward and backward,
+split into compute and communication.
 
-Forward and backward are timed apart, all ranks starting together in each, as the simulator has it; a pass takes as long
-as its slowest rank. A step is timed three ways:
+Forward and backward are timed separately, with all ranks starting together in each, as in the simulator; a pass takes
+as long as its slowest rank. A step is timed in three ways:
 
 - *whole*: as it is.
-- *compute*: over a group whose messages are never sent. The work is the same, done on whatever the buffers hold.
-- *communication*: with a kernel that does nothing. The messages are the same, and so are packing and reductions.
+- *compute*: over a group whose messages are never sent. The work is the same, on whatever the buffers hold.
+- *communication*: with a kernel that does nothing. Messages, packing and reductions are the same.
 
-With perfect overlap the whole takes as long as the longer of the other two.
+With perfect overlap the whole step takes as long as the longer of the other two.
 
-Ranks that share cores wait for each other's compute, as devices of a cluster do not. With ``gflops`` every rank has a
-device of its own that is only paced: its kernel sleeps as long as that many GFLOP/s would take for its pairs, and
-computes nothing. Messages stay real, and so is what the host does around them; with infinitely many GFLOP/s and
-messages that are never sent that is all there is.
+Ranks that share cores wait for each other's compute, which the devices of a cluster do not. With ``gflops`` every rank
+has its own simulated device: its kernel computes nothing, and sleeps as long as that many GFLOP/s would take for its
+pairs. Messages, and the host's work around them, stay real. With infinite GFLOP/s and messages that are never sent,
+only the host's work is left.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of forward and backward on one rank, for each repeat; the bytes it sent in all of them; the results of
-    the last one in stream order, where asked.
+    """Seconds of forward and backward on one rank, for each repeat; the bytes it sent in all repeats;
+    and the results of the last repeat in stream order, if requested.
     """
 
     seconds: list[tuple[float, float]]
@@ -66,14 +66,14 @@ def time_steps(
     results: bool = False,
     rounds_per_call: int | None = None,
 ) -> Timed:
-    """Collective over ``group``: run the plan on CPU ranks, once to warm up and then ``repeats`` times."""
+    """Run the plan on CPU ranks, once to warm up and then ``repeats`` times; collective over ``group``."""
     step = bind(plan, group, rounds_per_call=rounds_per_call)
     if part == "compute":
         step = Step(Passes(plan, step.rank, _silent(group), step.timeout))
     inputs = _inputs(step)
     seconds = []
     gflops = math.inf if part == "communication" else gflops
-    with paced_kernel(None if gflops is None else math.inf):  # nobody has to wait for a paced device to be warm
+    with paced_kernel(None if gflops is None else math.inf):  # a paced device needs no warm-up
         _run(step, inputs, group)
     before = _sent(step)
     with paced_kernel(gflops):
@@ -85,20 +85,20 @@ def time_steps(
 
 
 def slowest_ms(ranks: list[Timed]) -> float:
-    """Milliseconds of forward and backward: the slowest rank of each in its fastest repeat; what else the machine does
-    only adds to it.
+    """Return the milliseconds of forward and backward: for each the slowest rank in the fastest repeat,
+    because other load on the machine only adds time.
     """
     repeats = range(len(ranks[0].seconds))
     return 1000 * sum(min(max(rank.seconds[i][way] for rank in ranks) for i in repeats) for way in range(2))
 
 
 def difference(one: Arrays, other: Arrays) -> float:
-    """The largest max |x - y| / max(1, max |y|) of the results."""
+    """Return the largest max |x - y| / max(1, max |y|) of the results."""
     return max(float(np.abs(one[n] - y).max()) / max(1.0, float(np.abs(y).max())) for n, y in other.items())
 
 
 def _inputs(step: Step) -> list[Tensor]:
-    """This rank's rows of a random q, k, v and gradient of the output, the same stream under every plan."""
+    """Return this rank's rows of random q, k, v and output gradient; the stream is the same under every plan."""
     shape, tokens = step.plan.shape, step.plan.batch.tokens
     generator = torch.Generator().manual_seed(0)
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
@@ -108,7 +108,7 @@ def _inputs(step: Step) -> list[Tensor]:
 
 
 def _run(step: Step, inputs: list[Tensor], group: dist.ProcessGroup) -> tuple[dict[str, Tensor], tuple[float, float]]:
-    """Results, and the seconds of each pass."""
+    """Return the results, and the seconds of each pass."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     dist.barrier(group)
     begin = time.perf_counter()
@@ -128,7 +128,7 @@ def _sent(step: Step) -> int:
 
 
 def _silent(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks on torch's fake backend: every operation is done at once and moves nothing."""
+    """Return a group of the same ranks on torch's fake backend, whose operations end at once and move nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     ranks = dist.get_process_group_ranks(group)
     silent = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
@@ -138,7 +138,7 @@ def _silent(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @contextmanager
 def paced_kernel(gflops: float | None) -> Iterator[None]:
-    """The CPU kernel as it is, or paced."""
+    """Use the CPU kernel as it is (None), or a paced one, inside the block."""
     if gflops is None:
         yield
         return
@@ -149,7 +149,7 @@ def paced_kernel(gflops: float | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Pace:
-    """A kernel that takes the time of its FLOPs and does nothing else."""
+    """A kernel that sleeps for the time of its FLOPs and computes nothing."""
 
     gflops: float
 

@@ -1,8 +1,8 @@
-"""The table of trainers: for each what it is, how few lines change,
-and which test shows each thing that works or is refused.
+"""The table of trainers: what each one is, how many lines change,
+and which test shows each feature that works or is refused.
 
-Nothing is said to work without a test. ``benchmarks/trainers.py`` runs the tests and writes the table; a test of the
-docs compares what the page says with what stands here.
+No feature counts as working without a test. ``benchmarks/trainers.py`` runs the tests and writes the table; a test of
+the docs compares the page with this file.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ MEGATRON = "test_megatron.py::test_five_steps_equal_stock_megatron"
 
 @dataclass(frozen=True)
 class Trainer:
-    """A row: its tests by column, of what works and of what is refused, and what else there is to know."""
+    """A row of the table: for each column the test that shows that it works or is refused, and further remarks."""
 
     name: str
     package: str
     where: str
-    """A page, or the name of an example that has a plain twin."""
+    """A link to a page, or the name of an example that has a version without flexcp."""
     works: Mapping[str, str]
     refuses: Mapping[str, str]
     else_refused: str
 
     @property
     def tests(self) -> set[str]:
-        """All tests that it stands on."""
+        """All tests of this row."""
         return {*self.works.values(), *self.refuses.values()}
 
 
@@ -123,14 +123,16 @@ TRAINERS = (
 
 
 def added_lines(example: str) -> list[str]:
-    """What a trainer's example has that its plain twin has not, beyond the description at its head."""
+    """Return the lines that a trainer's example has in addition to its version without flexcp,
+    without the module docstring.
+    """
     before, after = ((ROOT / "examples" / f"{example}{twin}.py").read_text() for twin in ("_plain", ""))
     old, new = (text[text.index("from __future__") :].splitlines() for text in (before, after))
     return [line for line in unified_diff(old, new, n=0) if line[0] == "+" and line[1:].strip() and line[:3] != "+++"]
 
 
 def table(failed: Collection[str] = ()) -> str:
-    """The table; a cell whose test is among those that failed says so."""
+    """Return the table; a cell whose test is in ``failed`` says so."""
     head = ("trainer", "tested with", "how", "lines to change", *COLUMNS, "refused besides")
     rows = [_row(trainer, failed) for trainer in TRAINERS]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))

@@ -1,9 +1,9 @@
 """Tree runs: random batches of trees and plain documents through a tiny model,
-as trees on ranks and as independent sequences alone.
+as trees on ranks and as independent sequences on one process.
 
-The single process knows nothing of trees or of flexcp: it walks from each end to the root, gives the model one sequence
-a forward with plain dense attention, and sums losses position by position. Losses of both normalisations, with
-advantages and masks, log-probabilities of every position, and the gradient of every parameter are compared.
+The single process uses neither trees nor flexcp: it walks from each end to the root, runs one sequence per forward with
+plain dense attention, and sums losses position by position. Losses of both normalisations, with advantages and masks,
+log-probabilities of every position, and the gradient of every parameter are compared.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class TreeSizes:
     fan_out: int = 4
     segment: int = 6
     segments: int = 12
-    """Segments of a tree, at most."""
+    """The most segments of a tree."""
     documents: int = 3
 
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Documents (parents, lengths and ends; a plain one is a segment of its own), the ids of the stream,
-    and weights of every sequence.
+    """Documents (parents, lengths and ends; a plain one has a single segment), the token ids of the stream,
+    and an advantage and a mask for every sequence.
     """
 
     family: str
@@ -62,7 +62,7 @@ class TreeBatch:
         ]
 
     def paths(self) -> list[list[int]]:
-        """The stream tokens of every sequence, found by walking from its end to the root."""
+        """Return the stream tokens of every sequence, by walking from its end to the root."""
         found, start = [], 0
         for parents, lengths, ends in self.documents:
             borders = np.cumsum([start, *lengths])
@@ -77,7 +77,7 @@ class TreeBatch:
 
 
 def random_batch(seed: int, sizes: TreeSizes, family: str = "llama") -> TreeBatch:
-    """Trees and plain documents, sequences that are others' beginnings or occur twice among them."""
+    """Draw trees and plain documents; some sequences are the beginning of others or occur twice."""
     rng = np.random.default_rng(seed)
     documents = []
     for number in range(int(rng.integers(1, sizes.documents + 1))):
@@ -123,7 +123,7 @@ def _random_tree(rng: np.random.Generator, sizes: TreeSizes) -> tuple[list[int],
 @dataclass(frozen=True)
 class TreeResult:
     """Losses, log-probabilities by sequence (0 for the first token), gradients,
-    and whether wire bytes were the plan's.
+    and whether the sent bytes are those of the plan.
     """
 
     losses: list[float]
@@ -133,7 +133,7 @@ class TreeResult:
 
 
 def independent_sequences(batch: TreeBatch) -> TreeResult:
-    """One sequence a forward, in this process."""
+    """Run one sequence per forward, in this process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(DENSE, dense_attention)
@@ -164,7 +164,7 @@ def independent_sequences(batch: TreeBatch) -> TreeResult:
 
 
 def tree_plan(batch: TreeBatch, strategy: str, ranks: int) -> Plan:
-    """The plan of a batch as trees. Made once, because ``hypergraph`` does not find the same one twice."""
+    """Return the plan of a batch as trees. It is made once, because ``hypergraph`` may find another plan each time."""
     from flexcp.frameworks import huggingface
 
     config = make_config(batch.family)
@@ -173,7 +173,7 @@ def tree_plan(batch: TreeBatch, strategy: str, ranks: int) -> Plan:
 
 
 def tree_on_ranks(group: dist.ProcessGroup, batch: TreeBatch, plan: Plan, planted: str = "") -> TreeResult:
-    """This rank's share of the batch as trees; ``planted`` makes a mistake in positions, edges or weights."""
+    """Run this rank's share of the batch as trees; ``planted`` puts a mistake into positions, edges or weights."""
     from flexcp.frameworks import huggingface
 
     huggingface.register()
@@ -204,7 +204,7 @@ def tree_on_ranks(group: dist.ProcessGroup, batch: TreeBatch, plan: Plan, plante
 
 
 def worst_error(found: TreeResult, right: TreeResult) -> dict[str, float]:
-    """The largest error of losses, log-probabilities and gradients, each relative to the largest value or 1."""
+    """Return the largest errors of losses, log-probabilities and gradients, each relative to the largest value or 1."""
     losses = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, right.losses, strict=True))
     values = max((_off(a, b) for a, b in zip(found.log_probs, right.log_probs, strict=True)), default=0.0)
     gradients = max(_off(found.gradients[name], expected) for name, expected in right.gradients.items())

@@ -3,13 +3,13 @@
 The main call is :func:`attention`; a :class:`Planner` makes the plan it runs and :func:`bind` ties the plan to this
 rank.
 
-    planner = flexcp.Planner(heads=32, kv_heads=8, head_dim=128, cluster=flexcp.cluster("h100", nodes=4,
-    ranks_per_node=8))
+    cluster = flexcp.cluster("h100", nodes=4, ranks_per_node=8)
+    planner = flexcp.Planner(heads=32, kv_heads=8, head_dim=128, cluster=cluster)
     plan    = planner(lengths=[120_000, 3_100, 800], mask=flexcp.causal())
     step    = flexcp.bind(plan, mesh["cp"])
     out     = flexcp.attention(q, k, v, step)
 
-On one device, without a plan, :func:`slice_attention` is the kernel alone.
+:func:`slice_attention` runs the attention kernel on one device without a plan.
 
 Names load on first use: importing flexcp imports neither torch nor NumPy.
 """
@@ -72,7 +72,7 @@ _HOMES = {
 }
 
 _ROOMS = ("data", "frameworks", "report")
-"""Rooms with public names of their own, which load on first use too."""
+"""Subpackages with public names of their own; they also load on first use."""
 
 __all__ = [
     "Cluster",

@@ -1,4 +1,4 @@
-"""``python -m flexcp`` is the command ``flexcp``, as ``torchrun ... -m flexcp bench step`` needs it."""
+"""Run the ``flexcp`` command as ``python -m flexcp``, which ``torchrun ... -m flexcp bench step`` needs."""
 
 from flexcp.cli.main import run
 

@@ -1,8 +1,9 @@
 """Batch: the documents of one step laid end to end, and the slices of their masks.
 
-The batch is what a planner is asked about: lengths, and for each mask of the model (window layers and full layers are
-two) the slices of every document, with how many layers use it. Rows, keys and slices are in the document's own
-coordinates; a *stream* token is ``starts[document] + row``.
+A batch is the input of a planner. It holds the document lengths and, for each mask of the model, the slices of every
+document and the number of layers that use the mask. A model with window layers and full layers has two masks. Rows,
+keys and slices are in the coordinates of their document; row ``r`` of a document is *stream* token
+``starts[document] + r``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from flexcp.masks.nested import FEW, NOT_NESTED, Nesting, meeting, nesting
 Ints = NDArray[np.int64]
 MaskLike = Mask | Sequence[Mask]
 FEW_PAIRS = 1 << 12
-"""Pairs of ranges and slices that are all looked at: fewer take no time."""
+"""Below this many (row range, slice) pairs, every pair is tested: a search would take longer."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
     """One of the model's masks over the whole batch.
 
-    ``rules`` holds one rule for all documents or one per document; ``slices[first[d]:first[d + 1]]`` are those of
-    document d.
+    ``layers`` is how many layers of the model use the mask. ``rules`` holds one rule for all documents or one per
+    document; ``slices[first[d]:first[d + 1]]`` are the slices of document d.
     """
 
     name: str
@@ -40,22 +41,23 @@ class LayerMask:
     slices: Ints
 
     def rule(self, document: int) -> Mask:
-        """The rule of one document."""
+        """Return the rule of a document."""
         return self.rules[document if len(self.rules) > 1 else 0]
 
     def of_documents(self, documents: Ints) -> tuple[Ints, Ints]:
-        """(position in ``documents``, index into ``slices``) for every slice of every listed document."""
+        """Return (position in ``documents``, index into ``slices``) for every slice of the listed documents."""
         index, within = spread(self.first[documents + 1] - self.first[documents])
         return index, self.first[documents][index] + within
 
     @cached_property
     def nesting(self) -> Nesting:
-        """How the slices of each document are nested."""
+        """Which slices lie inside which others, for each document."""
         return nesting(self.first, self.slices)
 
     def _meeting(self, documents: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
-        """(position in ``documents``, index into ``slices``) for every slice with rows in ``q0 <= q < q1``,
-        and for some others.
+        """Return (position in ``documents``, index into ``slices``) for the slices that may have rows in [q0, q1).
+
+        The result contains every slice with such rows and may contain slices without any; callers cut them away.
         """
         counts = self.first[documents + 1] - self.first[documents]
         if int(counts.sum()) < FEW_PAIRS:
@@ -77,13 +79,13 @@ class LayerMask:
         return position[order], at[order]
 
     def rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
-        """Pairs in the rows ``q0 <= q < q1`` of each listed document."""
+        """Count the (query, key) pairs in the rows ``q0 <= q < q1`` of each listed document."""
         index, at = self._meeting(documents, q0, q1)
         areas = mask_algebra.rows_area(self.slices[at], q0[index], q1[index])
         return _summed(index, areas, len(documents))
 
     def cuts(self, documents: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> tuple[Ints, Ints]:
-        """(position in ``documents``, slice) for each non-empty slice cut to the given rows and keys."""
+        """Return (position in ``documents``, slice) for each non-empty slice cut to the given rows and keys."""
         index, at = self._meeting(documents, q0, q1)
         found = mask_algebra.cut(self.slices[at], q0[index], q1[index], k0[index], k1[index])
         keep = ~mask_algebra.is_empty(found)
@@ -92,8 +94,10 @@ class LayerMask:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Documents of one step: ``lengths``, the stream position of each (``starts``,
-    with the total at the end), masks.
+    """The documents of one step and the masks of the model.
+
+    ``lengths[d]`` is the number of tokens of document d, ``starts[d]`` its first stream token; ``starts`` has one more
+    entry at the end, the total number of tokens.
     """
 
     lengths: Ints
@@ -109,7 +113,7 @@ class Batch:
         return len(self.lengths)
 
     def mask(self, name: str | None = None) -> LayerMask:
-        """The mask of that name; without one, the first."""
+        """Return the mask with the given name, or the first mask if ``name`` is None."""
         if name is None:
             return self.masks[0]
         for mask in self.masks:
@@ -119,7 +123,10 @@ class Batch:
 
     @cached_property
     def trees(self) -> dict[int, tuple[Tree | None, ...]]:
-        """Documents that are trees under some mask, with their tree under each (None: they are one sequence there)."""
+        """The documents that are trees under at least one mask: the document's tree under each mask.
+
+        An entry is None for a mask under which the document is one sequence.
+        """
         may = {rule for mask in self.masks for rule in mask.rules if rule.name in mask_algebra.MAY_BRANCH}
         made: dict[tuple[Mask, int], Tree | None] = {}
         found = {}
@@ -133,7 +140,7 @@ class Batch:
 
     @cached_property
     def branches(self) -> dict[int, tuple[Tree | None, ...]]:
-        """The :attr:`trees` in which a token does not follow the one before it."""
+        """The :attr:`trees` that branch: some token's predecessor on its path is not the token before it."""
         return {
             document: by_mask
             for document, by_mask in self.trees.items()
@@ -142,18 +149,18 @@ class Batch:
 
     @property
     def layers(self) -> int:
-        """Layers of all masks together."""
+        """Number of layers of the model, summed over the masks."""
         return sum(mask.layers for mask in self.masks)
 
     def weighted_rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
-        """Pairs in the given rows, each mask counted as often as layers use it."""
+        """Count the (query, key) pairs in rows ``q0 <= q < q1`` of each listed document, summed over all layers."""
         total = np.zeros(len(documents), np.int64)
         for mask in self.masks:
             total += mask.layers * mask.rows_area(documents, q0, q1)
         return total
 
     def take(self, documents: Sequence[int]) -> Batch:
-        """The batch of some of the documents, in the given order."""
+        """Return a batch of the given documents, in the given order."""
         index = np.asarray(documents, np.int64)
         lengths = self.lengths[index]
         masks = []
@@ -165,12 +172,13 @@ class Batch:
         return Batch(lengths, offsets(lengths), tuple(masks))
 
     def document_of(self, tokens: Ints) -> Ints:
-        """The document of each stream token."""
+        """Return the document that each stream token belongs to."""
         return np.searchsorted(self.starts, tokens, side="right") - 1
 
     def split_by_document(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Stream ranges cut at document borders: (range index, document, q0, q1);
-        pads beyond the last document drop out.
+        """Cut the stream ranges ``start <= t < stop`` at document borders: (range index, document, q0, q1).
+
+        The parts of ranges beyond the last document (padding) are left out.
         """
         stop = np.minimum(stop, self.tokens)
         keep = np.flatnonzero(start < stop)
@@ -190,7 +198,10 @@ def make_batch(
     mask: MaskLike | None = None,
     masks: Mapping[str, tuple[MaskLike, int]] | None = None,
 ) -> Batch:
-    """A checked batch. Give ``mask`` (one for all, or one per document), or ``masks={"name": (mask, layers), ...}``."""
+    """Check the arguments and make a batch of them.
+
+    Give either ``mask`` (one for all documents, or one per document) or ``masks={"name": (mask, layers), ...}``.
+    """
     array = _checked_lengths(lengths)
     if (mask is None) == (masks is None):
         raise ValueError("give either mask= or masks={'name': (mask, layers), ...}")
@@ -212,6 +223,7 @@ def make_batch(
 
 
 def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) -> LayerMask:
+    """Check one of the model's masks and find its slices for documents of the given lengths."""
     if isinstance(mask, Mask):
         rules: tuple[Mask, ...] = (mask,)
         documents, slices = mask.slices_of(lengths)
@@ -239,13 +251,14 @@ def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) ->
 
 
 def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
+    """Return the document lengths as an array, or raise if they are no positive integers of a supported size."""
     try:
         given = np.asarray(lengths)
     except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor on a device
         given = np.empty(0)
     if given.ndim != 1 or len(given) == 0:
         raise ValueError(f"lengths must be a non-empty list of document lengths; got {lengths!r}")
-    # Integers beyond 64 bits are objects to numpy, and refused below as any other that is too large.
+    # NumPy stores integers beyond 64 bits as objects. They pass here and are refused below as too large.
     huge = given.dtype == object and all(isinstance(n, int) for n in given)
     if not huge and not np.issubdtype(given.dtype, np.integer):
         kinds = [isinstance(n, int | np.integer) and not isinstance(n, bool) for n in lengths]
@@ -264,7 +277,10 @@ def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
 
 
 def _summed(index: Ints, values: Ints, size: int) -> Ints:
-    """Integer sums of ``values`` by ``index`` (which ascends), exact beyond 2**53."""
+    """Return for each i < ``size`` the sum of the values whose ``index`` is i, exact in 64-bit integers.
+
+    ``index`` must ascend.
+    """
     running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
     ends = np.searchsorted(index, np.arange(size + 1), side="left")
     return np.asarray(running[ends[1:]] - running[ends[:-1]])

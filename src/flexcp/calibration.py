@@ -1,12 +1,12 @@
-"""Calibration: what ``flexcp calibrate`` measured on a machine, in a file that ``--cost`` takes.
+"""Calibration: the file in which ``flexcp calibrate`` stores its measurements of a machine, for the option ``--cost``.
 
-The file holds a cost model, the speeds of a rank and its links as far as they were measured (they replace the cluster's
-own), and how wrong the model was on shapes it was not fitted to. A bare cost model
-(:meth:`flexcp.cost.CostModel.to_json`) is read too.
+The file holds a cost model, the measured speeds of a rank and its links (they replace those of the cluster preset), and
+the errors of the model on shapes that it was not fitted to. :func:`read_calibration` also accepts a file with a cost
+model alone (:meth:`flexcp.cost.CostModel.to_json`).
 
-Planners compare costs of thousands of candidates, so their model knows pairs and row tiles only. Where a kernel's
-launches can be counted (on Hopper GPUs) the file also holds what a block, a tile and a call cost, with which the
-simulator times a finished plan more exactly (:mod:`flexcp.measure.tile_times`).
+Planners compare the costs of thousands of candidates, so the cost model counts only pairs and row tiles. For the Hopper
+kernel, whose blocks and tiles can be counted, the file also holds what a block, a tile and a call cost. With these
+prices the simulator times a finished plan more exactly (:mod:`flexcp.measure.tile_times`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors on what was not fitted: how many shapes, their median, 90th percentile and largest."""
+    """Relative errors of the cost model on shapes it was not fitted to.
+
+    ``count`` is the number of shapes; ``median``, ``p90`` (90th percentile) and ``worst`` are over these shapes.
+    """
 
     count: int
     median: float
@@ -38,7 +41,11 @@ class Errors:
 
 @dataclass(frozen=True)
 class CallPrices:
-    """Nanoseconds of a kernel's call: of each launch what its counts cost a program, and of the call itself."""
+    """What a call of the Hopper kernel costs in nanoseconds.
+
+    ``launches`` has a row for each launch of a call: the price of each thing that a program of the launch does (blocks,
+    tiles; see :mod:`flexcp.measure.tile_times`). ``call_ns`` is the fixed cost of a call.
+    """
 
     launches: tuple[tuple[float, ...], ...]
     call_ns: float
@@ -46,7 +53,7 @@ class CallPrices:
 
 @dataclass(frozen=True)
 class TileTimes:
-    """Prices of the Hopper kernel on so many multiprocessors, for heads of these sizes."""
+    """Prices of the Hopper kernel on a GPU with ``multiprocessors`` multiprocessors, for one pair of head sizes."""
 
     multiprocessors: int
     head_dim: int
@@ -56,7 +63,7 @@ class TileTimes:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TileTimes:
-        """From what ``dataclasses.asdict`` made of it, and JSON of that."""
+        """Read the values that ``dataclasses.asdict`` gives, as JSON stores them."""
         forward, backward = (
             CallPrices(tuple(tuple(map(float, x)) for x in values[way]["launches"]), float(values[way]["call_ns"]))
             for way in ("forward", "backward")
@@ -67,8 +74,11 @@ class TileTimes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted cost model, speeds of the machine, errors by what was held out, words about the machine,
-    and prices of tiles.
+    """The content of a calibration file.
+
+    ``cost`` is the fitted cost model and ``machine`` a description of the machine. ``speeds`` are measured fields of a
+    cluster (:data:`SPEEDS`), ``held_out`` the errors of the model by kind of held-out shape, and ``tiles`` the prices
+    of the Hopper kernel, if it was measured.
     """
 
     cost: CostModel
@@ -78,12 +88,12 @@ class Calibration:
     tiles: TileTimes | None = None
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with the measured speeds in place of its own."""
+        """Return the cluster with its speeds replaced by the measured ones."""
         speeds: Any = self.speeds
         return replace(cluster, **speeds)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return the calibration as plain values for a JSON file."""
         return {
             "format": FORMAT,
             "machine": self.machine,
@@ -98,7 +108,7 @@ HINT = "flexcp calibrate --write makes such a file"
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration, or the bare cost model, in a file."""
+    """Read a calibration file, or a file with a cost model alone."""
     values = read_json(path, "cost model", HINT)
     form = values.get("format") if isinstance(values, Mapping) else None
     if form == COST_FORMAT:
@@ -130,6 +140,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _cost(path: Path, values: Any) -> CostModel:
+    """Read the cost model in ``values``; errors name the file."""
     try:
         return CostModel.from_json(values)
     except (ValueError, TypeError, AttributeError) as error:

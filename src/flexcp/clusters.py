@@ -1,9 +1,9 @@
-"""Clusters: nodes x ranks per node, how fast each rank computes and what its links carry.
+"""Clusters: the nodes and ranks to plan for, how fast each rank computes and the bandwidth of its links.
 
 Speeds are integers (GFLOP/s, MB/s, nanoseconds, per mille), because planners compare costs exactly. Ranks are numbered
 node by node. Identical devices are not equally fast (Libra saw 7 % on the same input), so a rank may have a speed
-factor of its own. A user writes factors as fractions of the preset's speed, ``speeds=[1.0, 0.93, ...]``; inside they
-are per mille.
+factor of its own. A user writes factors as fractions of the preset's speed, ``speeds=[1.0, 0.93, ...]``; a
+:class:`Cluster` stores them in per mille.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class Cluster:
 
     @property
     def rank_speeds(self) -> tuple[int, ...]:
-        """Compute speed of every rank, in per mille of ``gflops``."""
+        """The compute speed of every rank, in per mille of ``gflops``."""
         return self.speeds or (NOMINAL_SPEED,) * self.ranks
 
     @property
     def memory_mbps(self) -> int:
-        """Megabytes a second that a rank's memory reads or writes: the preset's; under another name, as much to a FLOP
-        as an H100's, and no less than a CPU rank's.
+        """Memory bandwidth of a rank in megabytes per second.
 
-        No field: the simulator alone prices copies.
+        It is the preset's bandwidth. A cluster that is no preset is given the bandwidth per FLOP of an H100, but at
+        least that of a CPU rank. This is no field of the cluster because only the simulator uses it, for copies.
         """
         preset = _PRESETS.get(self.name)
         if preset is None:
@@ -84,11 +84,11 @@ class Cluster:
 
     @property
     def node_spans_hosts(self) -> bool:
-        """Whether a node is more than one host: its fast links join several machines, as a GB200 rack's do."""
+        """Whether a node consists of several hosts joined by fast links, as in a GB200 rack."""
         return self.name in _PRESETS and _PRESETS[self.name].spans_hosts
 
     def node_of(self, rank: int) -> int:
-        """The node a rank runs on."""
+        """Return the node of a rank."""
         return rank // self.ranks_per_node
 
     def __str__(self) -> str:
@@ -97,8 +97,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Preset:
-    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer,
-    GB/s of memory; per rank.
+    """The speeds of one rank.
+
+    ``tflops`` is dense bf16 TFLOP/s, ``intra`` and ``inter`` are GB/s in one direction inside a node and across nodes,
+    ``latency`` is microseconds per transfer, ``memory`` is GB/s of memory. ``spans_hosts`` says that a node consists of
+    several hosts.
     """
 
     tflops: float
@@ -112,24 +115,24 @@ class _Preset:
 
 # Latencies are our own estimate of a grouped point-to-point call, not a published figure.
 _PRESETS: dict[str, _Preset] = {
-    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, memory 2,039 GB/s, NVLink 600 GB/s both ways. DCP's setting: 4 x 100
-    # Gb/s shared by the 8 of a node.
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, memory 2,039 GB/s, NVLink 600 GB/s both ways. The network is that of
+    # the DCP paper: 4 x 100 Gb/s shared by the 8 GPUs of a node.
     "a100": _Preset(312, 300, 6.25, 10, 2039),
     # NVIDIA H100 SXM data sheet: 989 TFLOP/s, memory 3,350 GB/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s
     # ConnectX-7 a GPU.
     "h100": _Preset(989, 450, 50, 10, 3350),
     # NVIDIA H200 SXM data sheet: compute and links of an H100, memory 4,800 GB/s.
     "h200": _Preset(989, 450, 50, 10, 4800),
-    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. 200 Gb/s a GPU: the link of
-    # block-level FCP's H20 setting.
+    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. The network is that of the
+    # block-level FCP paper's H20 cluster: 200 Gb/s a GPU.
     "h20": _Preset(148, 450, 25, 10, 4000),
     # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for
     # 72 GPUs; 400 Gb/s a GPU between racks. Here a node is one NVLink domain, of 18 hosts.
     "gb200": _Preset(2500, 900, 50, 10, 8000, ranks_per_node=72, spans_hosts=True),
-    # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, 1,600 GB/s of
-    # memory, seven HCCS links of 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
+    # Huawei's Ascend 910B as in the paper on flexible groups (there is no public data sheet): about 320 TFLOP/s fp16,
+    # 1,600 GB/s of memory, seven HCCS links of 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
     "ascend910b": _Preset(320, 196, 25, 15, 1600),
-    # One core, its share of the memory and loopback sockets: the order of magnitude of a laptop.
+    # One core of a laptop with its share of the memory bandwidth, linked by loopback sockets: orders of magnitude.
     "cpu": _Preset(0.03, 1, 1, 50, 5),
 }
 
@@ -140,11 +143,10 @@ def cluster(
     ranks_per_node: int | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``,
-    or for short ``cluster("h100:4x8")``.
+    """Return a preset cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``.
 
-    Capitals do not matter. A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack.
-    ``speeds`` is one factor per rank, 1.0 being the preset's speed.
+    ``cluster("h100:4x8")`` is short for the same. The name may be in upper or lower case. ``ranks_per_node`` is 8 by
+    default, and 72 for ``gb200``, whose node is a rack. ``speeds`` is one factor per rank; 1.0 is the preset's speed.
     """
     if not isinstance(name, str):
         raise ValueError(f"a cluster has a preset's name, one of {', '.join(_PRESETS)}; got {name!r}")
@@ -174,7 +176,7 @@ def cluster(
 
 
 def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Speed factors as integers; refuses what no machine has."""
+    """Convert speed factors to per mille, or raise if one is not a finite positive number."""
     if not isinstance(speeds, Sequence) and not hasattr(speeds, "__len__"):
         raise ValueError(f"speeds= is one factor per rank, as in [1.0, 0.93]; got {speeds!r}")
     found: list[int] = []

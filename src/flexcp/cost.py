@@ -1,29 +1,29 @@
-"""CostModel: what work costs, as integers.
+"""CostModel: predicted costs of attention, of the rest of a layer and of transfers, as integers.
 
-Planners compare costs, so a cost is an exact integer on every machine: nanoseconds, bytes, per mille. Three things cost
-time:
+Planners compare costs and must decide alike on every machine, so costs are exact integers: nanoseconds, bytes, per
+mille. Three things cost time:
 
 - *attention*: pairs x query heads at an efficiency of the rank's peak, one for each direction (backward does 2.5 times
   the FLOPs). Kernels work in tiles of 128 rows and pay a fixed price for each, so rows count in whole tiles and short
   documents cost more than their area.
 - *linear*: what a token costs in the rest of a layer, forward and backward, from a :class:`Model`.
-- *links*: bytes at a port's bandwidth, a start-up per exchange and a little per message.
+- *links*: bytes at a port's bandwidth, a start-up cost per exchange and a small cost per message.
 
-What compute and transfers cost each other on one device is a slowdown of both while they overlap, and how much depends
-on the multiprocessors that compute leaves free: a larger *margin* makes transfers faster and attention slower.
-:class:`Contention` is a row of that for each margin that was measured. Planners leave it out (it is nearly the same for
-all their choices); the plan chooses a margin for every stage by it (:mod:`flexcp.schedule.execution`), the event
-simulator applies it.
+Compute and transfers that overlap on one device slow each other down. How much depends on the *margin*, the number of
+multiprocessors that attention leaves free: a larger margin makes transfers faster and attention slower. A
+:class:`Contention` holds the slowdowns measured for one margin. Planners ignore contention, because it is nearly the
+same for all their candidates. The schedule uses it to choose a margin for every stage
+(:mod:`flexcp.schedule.execution`), and the event simulator applies it.
 
-The defaults are analytic. Attention is fitted to what one H200 does: with 560 per mille of peak and 32,768 pairs (two
-tiles of 128 x 128) for a tile of rows the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal documents in
-16,384 tokens, where our Triton probe measured 546, 382 and 190, and FlexAttention's 411, 273 and 142 lie on the same
-curve at 420 per mille. ``error_permille`` is what a predicted gain must exceed to be called one; how far off
-predictions were is :mod:`flexcp.known_errors`'s to say. A model fitted on the user's machine has the same fields and
-comes from a JSON file.
+The default values are analytic. Attention is fitted to one H200. With 560 per mille of peak, and 32,768 pairs (two
+tiles of 128 x 128) as the price of a row tile, the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal
+documents in 16,384 tokens; our Triton kernel measured 546, 382 and 190. FlexAttention's 411, 273 and 142 lie on the
+same curve with 420 per mille. A predicted gain counts as a gain only if it exceeds ``error_permille``;
+:mod:`flexcp.known_errors` lists the errors of past predictions. A model fitted on the user's machine has the same
+fields and is read from a JSON file.
 
-Besides nanoseconds there is one relative unit, the *pair*: the attention of one (query, key) pair over all heads in
-both directions. With ``pairs_per_token`` a planner prices compute and tokens in one number,
+Besides nanoseconds there is one relative unit, the *pair*: the attention of one (query, key) pair over all heads,
+forward and backward. With ``pairs_per_token`` a planner adds up attention and the rest of a layer in this unit:
 ``load = area + tokens * pairs_per_token``.
 """
 
@@ -46,7 +46,7 @@ Ints = NDArray[np.int64]
 TILE_ROWS = 128
 
 PEAK_PERMILLE = {"bfloat16": 1000, "float16": 1000, "float32": 500, "float64": 62}
-"""Tensor-core peak of a dtype against bf16 (float32 as TF32), as on an A100 or H100."""
+"""Tensor-core peak of each dtype in per mille of bf16's, as on an A100 or H100 (float32 runs as TF32)."""
 
 LARGEST = 2**62
 FORMAT = "flexcp-cost-1"
@@ -54,8 +54,10 @@ FORMAT = "flexcp-cost-1"
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer as far as cost goes: the width of the stream, layers,
-    and a gated feed-forward of which a token uses some copies.
+    """The sizes of a transformer that its cost depends on.
+
+    ``hidden`` is the width of the residual stream and ``feed_forward`` the inner width of the gated feed-forward, of
+    which a token uses ``experts_active`` copies (1 in a dense model).
     """
 
     name: str
@@ -69,26 +71,24 @@ class Model:
             _check_number("model", field, getattr(self, field), 1)
 
     def linear_flops_per_token(self, shape: Shape) -> int:
-        """Forward FLOPs of one token in one layer outside attention:
-        projections and the feed-forward's three matrices.
-        """
+        """Return the forward FLOPs of one token in one layer outside attention: projections and feed-forward."""
         projections = self.hidden * (shape.heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
         return 2 * (projections + 3 * self.hidden * self.feed_forward * self.experts_active)
 
 
 def dense_model(shape: Shape) -> Model:
-    """The model assumed when none is given: hidden = heads x head_dim, a gated feed-forward of 3.5 times that."""
+    """Return the model assumed when none is given: hidden = heads x head_dim, gated feed-forward of 3.5 x hidden."""
     hidden = shape.heads * shape.head_dim
     return Model("dense", hidden, layers=1, feed_forward=max(1, 7 * hidden // 2))
 
 
 @dataclass(frozen=True)
 class Contention:
-    """Attention that leaves ``margin`` multiprocessors free, and a transfer beside it, per mille of either alone.
+    """How attention and transfers slow each other down when attention leaves ``margin`` multiprocessors free.
 
-    ``forward`` and ``backward`` are how long attention takes while a transfer is under way, ``forward_alone`` and
-    ``backward_alone`` how long with nothing under way, against attention that takes every multiprocessor; ``link`` is
-    how fast a transfer is beside attention.
+    All values but ``margin`` are per mille. The first four are times of attention, relative to attention alone on all
+    multiprocessors: ``forward`` and ``backward`` during a transfer, ``forward_alone`` and ``backward_alone`` without a
+    transfer. ``link`` is the speed of a transfer during attention, relative to a transfer alone.
     """
 
     margin: int
@@ -109,7 +109,7 @@ class Contention:
                 )
 
     def compute(self, backward: bool) -> tuple[int, int]:
-        """How long attention takes in a direction: (while a transfer is under way, with nothing under way)."""
+        """Return the relative time of attention in one direction: (during a transfer, without a transfer)."""
         return (self.backward, self.backward_alone) if backward else (self.forward, self.forward_alone)
 
 
@@ -120,9 +120,9 @@ H200_CONTENTION = (
     Contention(16, 1135, 1098, 1103, 1079, 884),
     Contention(24, 1241, 1187, 1167, 1168, 884),
 )
-"""An H200 with a transfer of 16 blocks, as NCCL has inside a node, beside the ``cute`` kernel. This and the next are
-what
-``flexcp.measure.calibrate`` makes of the table in docs/results/kernels.md.
+"""Contention on an H200 between the ``cute`` kernel and a transfer of 16 blocks, as NCCL uses inside a node.
+
+``flexcp.measure.calibrate`` computes this table and :data:`H200_CONTENTION_ACROSS` from docs/results/kernels.md.
 """
 H200_CONTENTION_ACROSS = (
     Contention(0, 9167, 40882, 1000, 1000, 890),
@@ -131,29 +131,28 @@ H200_CONTENTION_ACROSS = (
     Contention(16, 1125, 1079, 1106, 1079, 890),
     Contention(24, 1197, 1167, 1186, 1164, 890),
 )
-"""The same with a transfer of 4 blocks, as NCCL has across nodes."""
+"""Contention on an H200 between the ``cute`` kernel and a transfer of 4 blocks, as NCCL uses across nodes."""
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
-"""Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all
-of them running.
-"""
+"""No slowdown: for CPU ranks, whose kernel times were measured while all ranks were running."""
 CONTENTIONS = ("contention", "contention_across")
 _OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
 OLD_MARGIN, OLD_DEFAULT = 16, (1141, 1160, 930)
-"""Cost models once described one margin, by three fields with these defaults."""
+"""The one margin that cost models of plan version 1 describe, and the defaults of the three fields that describe it."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Efficiencies are per mille of a rank's peak or of a link's bandwidth;
-    ``model=None`` stands for :func:`dense_model`.
+    """Prices of compute and transfers, from which the time of a plan is predicted.
 
-    ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel,
-    ``message_ns`` that of one more peer in an exchange. ``contention`` is what compute and transfers inside a node cost
-    each other, by ascending margins from 0 on (the default is an H200's), ``contention_across`` the same of transfers
-    that only cross nodes, for the same margins (None: an H200's beside an H200's, else like ``contention``).
-    ``crowding`` is what a port loses, in per mille, for each further message that arrives there in the same call: 0,
-    because no rounds were measured to be faster than one call (docs/results/communication.md). ``token_bytes`` is what
-    a token occupies in a layer's activations, 0 when nobody measured it.
+    Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for :func:`dense_model`.
+    ``row_tile_pairs`` is the fixed price of 128 rows of one head, in pairs; ``kernel_ns`` the price of starting a
+    kernel; ``message_ns`` the price of each further peer in an exchange. ``contention`` says how compute and transfers
+    inside a node slow each other down, for ascending margins that begin with 0; the default is that of an H200.
+    ``contention_across`` says the same for transfers that only cross nodes, for the same margins; None stands for the
+    H200's values if ``contention`` is the H200's, and for ``contention`` otherwise. ``crowding`` is the per mille of
+    bandwidth that a port loses for each further message arriving in the same call; it is 0 because splitting a call
+    into rounds was never measured to be faster (docs/results/communication.md). ``token_bytes`` is the size of a
+    token's activations in one layer, 0 if not measured.
     """
 
     name: str = "analytic"
@@ -187,7 +186,7 @@ class CostModel:
             )
 
     def rows_beside(self, across: bool) -> tuple[Contention, ...]:
-        """Contention with transfers inside a node, or with such as only cross nodes."""
+        """Return the contention with transfers that only cross nodes (``across``) or with transfers inside a node."""
         if not across:
             return self.contention
         if self.contention_across is not None:
@@ -197,11 +196,11 @@ class CostModel:
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def row_tiles_work(self, rows: Ints) -> Ints:
-        """Pairs that stand for the fixed price of so many rows of one head."""
+        """Return the fixed price, in pairs, of computing ``rows`` rows of one head: that of whole tiles of 128 rows."""
         return np.asarray(-(-rows // TILE_ROWS) * self.row_tile_pairs)
 
     def attention_ns(self, work: Ints, shape: Shape, cluster: Cluster, backward: bool) -> Ints:
-        """Time of each rank for ``work[rank]`` pairs x query heads, the price of row tiles included."""
+        """Return the time of each rank for ``work[rank]`` pairs x query heads, in which row tiles are included."""
         efficiency = self.backward_efficiency if backward else self.forward_efficiency
         flops = (5 if backward else 2) * (shape.head_dim + shape.v_head_dim)
         return _times(work, flops, efficiency, shape, cluster)
@@ -209,19 +208,22 @@ class CostModel:
     # --- the rest of a layer ------------------------------------------------------------------------------------------
 
     def linear_flops(self, shape: Shape) -> int:
-        """Forward FLOPs of one token in the rest of one layer."""
+        """Return the forward FLOPs of one token in one layer outside attention."""
         return (self.model or dense_model(shape)).linear_flops_per_token(shape)
 
     def linear_ns(self, tokens: Ints, shape: Shape, cluster: Cluster) -> Ints:
-        """Time of each rank for ``tokens[rank]`` in the rest of one layer, forward and backward (twice the FLOPs)."""
+        """Return the time of each rank for ``tokens[rank]`` tokens in one layer outside attention.
+
+        It includes the backward, which takes twice the FLOPs of the forward.
+        """
         return _times(tokens, 3 * self.linear_flops(shape), self.linear_efficiency, shape, cluster)
 
     def head_ns(self, tokens: Ints, flops_per_token: int, shape: Shape, cluster: Cluster) -> Ints:
-        """Time of each rank for the vocabulary's projection of ``tokens[rank]``, forward and backward."""
+        """Return the time of each rank to project ``tokens[rank]`` tokens to the vocabulary, forward and backward."""
         return _times(tokens, 3 * flops_per_token, self.linear_efficiency, shape, cluster)
 
     def pairs_per_token(self, shape: Shape) -> int:
-        """How many attention pairs the rest of a layer costs per token, forward and backward."""
+        """Return the cost of one token in a layer outside attention, in pairs, forward and backward; at least 1."""
         forward, backward = self.forward_efficiency, self.backward_efficiency
         attention = 2 * shape.heads * (shape.head_dim + shape.v_head_dim)
         # linear * 3 / linear_efficiency over attention * (1 / forward + 2.5 / backward)
@@ -231,19 +233,19 @@ class CostModel:
     # --- links --------------------------------------------------------------------------------------------------------
 
     def link_ns(self, size: Ints, mbps: int) -> Ints:
-        """Time of ``size`` bytes through a port of ``mbps``, start-up not included."""
+        """Return the time of ``size`` bytes through a port of ``mbps`` megabytes per second, without the start-up."""
         return _divided_up(size, 1_000_000, mbps * self.link_efficiency)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return the cost model as plain values for a JSON file."""
         given = {name: rows for name in CONTENTIONS if (rows := getattr(self, name)) is not None}
         rows = {name: [list(astuple(row)) for row in rows] for name, rows in given.items()}
         return {"format": FORMAT, **asdict(self), **rows}
 
     def version_1(self) -> dict[str, Any]:
-        """The fields as plans hashed them when a cost model described one margin."""
+        """Return the fields that enter the hash of a plan of version 1, in which a cost model described one margin."""
         found = asdict(self)
         for name in (*CONTENTIONS, "crowding"):
             del found[name]
@@ -251,7 +253,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CostModel:
-        """The cost model of :meth:`to_json`'s values; what is missing has its default."""
+        """Make a cost model of the values that :meth:`to_json` gives; missing values have their defaults."""
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             raise ValueError(f'this is no cost model: it must be a JSON object with "format": "{FORMAT}"')
         given = {key: value for key, value in values.items() if key != "format"}
@@ -269,8 +271,10 @@ class CostModel:
 
 
 def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
-    """The rows of a file; the three fields of an older one, which are taken out,
-    stand for one margin of the default's.
+    """Return the contention of a cost model file.
+
+    A file of version 1 has three fields for one margin instead of rows. They are removed from ``given``, and replace
+    the row of that margin in the default.
     """
     old = {name: given.pop(name) for name in _OLD_FIELDS if name in given}
     if "contention" not in given:
@@ -287,6 +291,7 @@ def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
 
 
 def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
+    """Read the contention rows in ``given[name]``, or raise if they are no rows of numbers."""
     rows = given[name]
     size = len(fields(Contention))
     if not isinstance(rows, list | tuple) or any(not isinstance(r, list | tuple) or len(r) != size for r in rows):
@@ -295,13 +300,14 @@ def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
 
 
 def row_for(rows: Sequence[Contention], margin: int) -> Contention:
-    """The row of the largest margin that was measured and is not over ``margin``."""
+    """Return the row with the largest margin that is not above ``margin``."""
     return [row for row in rows if row.margin <= margin][-1]
 
 
 def _one_margin(rows: Sequence[Contention]) -> dict[str, int]:
-    """The three fields by which cost models once described one margin;
-    the default's are those of the default of then.
+    """Return the three fields with which cost models of version 1 described one margin.
+
+    For the default contention these are the default values of version 1, so that hashes of such plans stay the same.
     """
     if tuple(rows) == H200_CONTENTION:
         return dict(zip(_OLD_FIELDS, OLD_DEFAULT, strict=True))
@@ -310,8 +316,8 @@ def _one_margin(rows: Sequence[Contention]) -> dict[str, int]:
 
 
 def _times(amount: Ints, flops_each: int, efficiency: int, shape: Shape, cluster: Cluster) -> Ints:
-    """Nanoseconds of each rank for its amount of work, rounded up; GFLOP/s are FLOPs per nanosecond."""
-    # Efficiency, dtype and speed are per mille.
+    """Return the nanoseconds that each rank takes for its amount of work, rounded up."""
+    # GFLOP/s are FLOPs per nanosecond; efficiency, dtype and speed are in per mille, hence the 10**9.
     peak = cluster.gflops * efficiency * PEAK_PERMILLE[shape.dtype]
     if len(set(cluster.rank_speeds)) == 1:
         return _divided_up(amount, flops_each * 10**9, peak * cluster.rank_speeds[0])
@@ -319,10 +325,10 @@ def _times(amount: Ints, flops_each: int, efficiency: int, shape: Shape, cluster
 
 
 def _divided_up(amount: Ints, numerator: int, denominator: int) -> Ints:
-    """``amount * numerator / denominator`` rounded up."""
+    """Return ``amount * numerator / denominator``, rounded up."""
     common = math.gcd(numerator, denominator)
     numerator, denominator = numerator // common, denominator // common
-    if numerator == 1:  # most links: asked for a hundred times a plan
+    if numerator == 1:  # a shortcut that most links take, called about a hundred times per plan
         return np.asarray(-(-amount // denominator))
     if len(amount) and int(amount.max()) * numerator > LARGEST:
         return _exactly_divided_up(amount, numerator, denominator)
@@ -330,17 +336,18 @@ def _divided_up(amount: Ints, numerator: int, denominator: int) -> Ints:
 
 
 def _exactly_divided_up(amount: Ints, numerator: int, denominator: Any) -> Ints:
-    """The same in Python's integers, for products beyond 64 bits."""
+    """Return ``amount * numerator / denominator``, rounded up, in Python integers: the product may exceed 64 bits."""
     return np.asarray(-(-amount.astype(object) * numerator // denominator)).astype(np.int64)
 
 
 def _check_number(owner: str, field: str, value: Any, least: int) -> None:
+    """Raise unless ``value`` is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"a {owner} needs {field} as a whole number of at least {least}; got {shown(value)}")
 
 
 def _check_fields(kind: type[Any], given: Mapping[str, Any], owner: str) -> None:
-    """Refuses names that are not fields; their values are checked where the object is made."""
+    """Raise if ``given`` has unknown names or lacks a required one; the dataclass ``kind`` checks the values itself."""
     known = [f.name for f in fields(kind)]
     unknown = sorted(set(given) - set(known))
     if unknown:

@@ -1,5 +1,7 @@
-"""Planner: the front door of planning. Made once per training run, called once per batch;
-pure integers, no torch, no clock.
+"""Planner: the public entry point of planning.
+
+A planner is made once per training run and called once per batch. Planning is integer arithmetic: it needs no torch,
+reads no clock, and gives the same plan on every rank.
 """
 
 from __future__ import annotations
@@ -29,21 +31,22 @@ from flexcp.simulator.step_parts import Training
 class Planner:
     """Plans batches for one attention shape on one cluster.
 
-    ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one
-    (``"zigzag:4"``); ``auto`` takes the one with the least simulated step time. ``model`` says what the rest of a layer
-    costs (by default a dense model of hidden size heads x head_dim); ``training`` says more, and brings the model: what
-    a step has beyond its layers, its vocabulary, gradient sync and all-reduces of tensor parallelism, so that ``auto``
-    chooses by all of it. ``effort`` is how many candidates may be evaluated. Tolerances bound how far a rank's compute
-    and tokens may exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits.
-    ``max_tokens_per_rank`` is a hard cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention
-    needs: one arena and what all layers keep for their backward, as ``plan.memory(rank).total`` counts it; a plan over
-    it is refused. With ``keep_kv`` bytes a rank, all layers together, keys received in the forward are kept for the
-    backward where they fit, and do not travel again (not under the static methods, whose traffic is their own).
+    ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree if the strategy takes one
+    (``"zigzag:4"``); ``auto`` chooses the strategy with the least simulated step time. ``model`` says what a layer
+    costs outside attention (by default a dense model of hidden size heads x head_dim). ``training`` replaces ``model``
+    and also describes the rest of a step (vocabulary, gradient sync, all-reduces of tensor parallelism), so that
+    ``auto`` compares whole steps. ``effort`` is how many candidates may be evaluated.
 
-    ``max_peers`` caps how many other ranks a rank exchanges with in a plan, because each costs a connection and its
-    buffers (``plan.peers(rank)``); a plan over it is refused. With ``latent`` keys and values travel as so many numbers
-    a token, whatever the heads (multi-latent attention, ``kv_heads=1``), and :func:`flexcp.latent_attention` runs the
-    plan.
+    ``compute_tolerance`` and ``token_tolerance`` limit how far a rank's compute and tokens may exceed the mean (0.05 is
+    5 %); without them they differ as far as this shortens the step. ``max_tokens_per_rank`` caps the tokens that a rank
+    keeps. ``max_memory_per_rank`` caps the bytes that a rank's attention needs: one arena and what all layers keep for
+    their backward, as ``plan.memory(rank).total`` counts them. ``max_peers`` caps the other ranks that a rank exchanges
+    with (``plan.peers(rank)``), because each needs a connection with buffers. A plan over a cap is refused.
+
+    ``keep_kv`` is how many bytes a rank may use, over all layers, to keep keys received in the forward for the
+    backward, so that they do not travel again; static strategies always send them again. With ``latent``, keys and
+    values travel as that many numbers per token for all heads (multi-latent attention, ``kv_heads=1``), and
+    :func:`flexcp.latent_attention` runs the plan.
 
     >>> planner = Planner(heads=8, kv_heads=2, head_dim=64, cluster=cluster("h100", ranks_per_node=4))
     >>> planner(lengths=[1000, 30, 1]).ranks
@@ -102,10 +105,10 @@ class Planner:
         self.place, self.argument = find_strategy(strategy)
         self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
         self.token_tolerance = _checked_tolerance("token_tolerance", token_tolerance)
-        self.max_tokens_per_rank = _checked_count("max_tokens_per_rank", max_tokens_per_rank, 1, "the tokens of a rank")
+        self.max_tokens_per_rank = _checked_count("max_tokens_per_rank", max_tokens_per_rank, 1, "a rank's most tokens")
         self.keep_kv = _checked_count("keep_kv", keep_kv, 0, "bytes a rank may keep received keys in") or 0
         self.max_memory_per_rank = _checked_count("max_memory_per_rank", max_memory_per_rank, 1, "bytes of attention")
-        self.max_peers = _checked_count("max_peers", max_peers, 0, "the other ranks that a rank exchanges with")
+        self.max_peers = _checked_count("max_peers", max_peers, 0, "the most ranks that a rank exchanges with")
 
     def __call__(
         self,
@@ -117,14 +120,14 @@ class Planner:
         tokens: str = "balanced",
         pad_to: int | None = None,
     ) -> Plan:
-        """The plan of one batch.
+        """Plan one batch.
 
-        ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given), in every
-        layer of the ``model``, or in one layer where the planner has none; ``masks`` names several with their layer
-        counts. ``layout`` keeps tokens where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per
-        rank). ``tokens="equal"`` gives every rank the same count, rounded up to a multiple of ``pad_to`` with pads;
-        ``"balanced"`` leaves the strategy a little room; ``"priced"`` lets ``blocks`` balance attention and the rest of
-        the layer as one sum.
+        ``mask`` is one mask for all documents or a list with one per document; without ``mask`` and ``masks`` it is
+        causal. It holds for every layer of the ``model``, or for one layer if the planner has no model. ``masks`` names
+        several masks with their layer counts. ``layout`` keeps tokens on the ranks that have them (``"contiguous"``,
+        ``"zigzag"``, or an index array per rank). ``tokens="equal"`` gives every rank the same token count, padded to a
+        multiple of ``pad_to``; ``"balanced"`` lets counts differ a little; ``"priced"`` lets ``blocks`` balance the sum
+        of attention and the rest of the layer.
         """
         batch = self._batch(lengths, mask, masks)
         return self._planned(batch, layout, tokens, pad_to)
@@ -138,11 +141,11 @@ class Planner:
         tokens: str = "balanced",
         pad_to: int | None = None,
     ) -> list[tuple[list[int], Plan]]:
-        """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank`` or
-        ``max_memory_per_rank``, balanced in predicted time: as few as fit.
+        """Split a global batch into as few micro-batches as fit the planner's caps; return (documents, plan) of each.
 
-        Documents are numbers into ``lengths``, in stream order; every document is in exactly one. Each micro-batch
-        spans all ranks.
+        The caps are ``max_tokens_per_rank`` and ``max_memory_per_rank``. Micro-batches are balanced in predicted time,
+        and each spans all ranks. ``documents`` are indices into ``lengths`` in stream order; every document is in
+        exactly one micro-batch.
         """
         if self.max_tokens_per_rank is None and self.max_memory_per_rank is None:
             raise ValueError(
@@ -159,8 +162,8 @@ class Planner:
             try:
                 return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]
             except Refused:
-                # What attention needs is known of a plan alone, so one more is tried until all fit or cannot be cut any
-                # further.
+                # The memory of attention is known only once there is a plan. So try again with one more micro-batch,
+                # until every plan fits or every micro-batch has one document.
                 if self.max_memory_per_rank is None or len(parts) == batch.documents:
                     raise
             least = len(parts) + 1
@@ -168,19 +171,20 @@ class Planner:
     def _batch(
         self, lengths: Sequence[int] | Any, mask: MaskLike | None, masks: Mapping[str, tuple[MaskLike, int]] | None
     ) -> Batch:
-        """The batch; one mask is that of all layers of the model, and of one layer where no model is known."""
+        """Make the batch. A single mask is used by all layers of the model, or by one layer if there is no model."""
         if masks is None:
             layers = 1 if self.cost.model is None else self.cost.model.layers
             return make_batch(lengths, masks={"mask": (causal() if mask is None else mask, layers)})
         return make_batch(lengths, mask, masks)
 
     def with_speeds(self, speeds: Sequence[int]) -> Planner:
-        """This planner for ranks of other compute speeds, each in per mille of the cluster's ``gflops``."""
+        """Return a copy of this planner for other compute speeds of the ranks, in per mille of ``cluster.gflops``."""
         other = copy.copy(self)
         other.cluster = replace(self.cluster, speeds=tuple(speeds))
         return other
 
     def _planned(self, batch: Batch, layout: str | Sequence[Sequence[int]], tokens: str, pad_to: int | None) -> Plan:
+        """Plan a batch with the planner's strategy; raise if no plan fits its caps."""
         maps = user_layout(layout, batch.tokens, self.cluster.ranks)
         equal = _checked_tokens(tokens, pad_to, maps is not None)
         if (equal or maps is not None) and self.token_tolerance is not None:
@@ -209,16 +213,17 @@ class Planner:
         )
         refuse_over_cap(request)
         known = (self.shape, self.cluster, self.cost)
-        if self.strategy == "auto":  # which schedules what it simulates
+        if self.strategy == "auto":  # it returns a plan, not a placement, because it has scheduled what it simulated
             plan = auto_plan(request)
         else:
             plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
-        return plan
+        return plan if maps is None else replace(plan, layout_given=True)
 
 
 def _checked_training(training: Training | None, model: Model | None) -> Training | None:
+    """Return ``training``, or raise if it is of another type or contradicts ``model``."""
     if not isinstance(training, Training | None):
         raise ValueError(
             f"training= is a flexcp.Training or None, for what a step has beyond its layers; got {training!r}"
@@ -229,6 +234,7 @@ def _checked_training(training: Training | None, model: Model | None) -> Trainin
 
 
 def _checked_tolerance(name: str, value: float | None) -> float | None:
+    """Return a tolerance as a float, or raise if it is not a finite number of at least 0."""
     if value is None:
         return None
     if not isinstance(value, Real) or not (value >= 0 and math.isfinite(value)):
@@ -237,6 +243,7 @@ def _checked_tolerance(name: str, value: float | None) -> float | None:
 
 
 def _checked_count(name: str, value: int | None, least: int, what: str) -> int | None:
+    """Return a count as an int, or raise if it is not an integer of at least ``least``; ``what`` explains it."""
     if value is None:
         return None
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -245,10 +252,13 @@ def _checked_count(name: str, value: int | None, least: int, what: str) -> int |
 
 
 def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
+    """Return whether ``tokens`` is "equal", or raise if the options contradict each other."""
     if tokens not in ("balanced", "priced", "equal"):
         raise ValueError(f"tokens must be 'balanced', 'priced' or 'equal'; got {tokens!r}")
     if pad_to is not None and (tokens != "equal" or not isinstance(pad_to, int) or pad_to < 1):
-        raise ValueError(f"pad_to={pad_to} needs tokens='equal' and a multiple of at least 1")
+        raise ValueError(
+            f"pad_to is a whole number of at least 1 and needs tokens='equal'; got pad_to={pad_to!r}, tokens={tokens!r}"
+        )
     if tokens == "equal" and fixed:
         raise ValueError("a fixed layout decides token counts itself; drop tokens='equal' or the layout")
     return tokens == "equal"

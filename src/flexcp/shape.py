@@ -1,7 +1,7 @@
-"""Shape: the heads of attention, what moves of them between ranks, and exactly how many bytes that is.
+"""Shape: the head counts and sizes of an attention layer, the kinds of pieces that travel, and their exact bytes.
 
-A piece is a run of tokens of the rank that keeps them (its *owner*), a range of heads, and a kind. Inputs travel from
-the owner to where work is done, outputs travel back and are reduced on the way:
+A piece is a run of tokens of the rank that keeps them (the *owner*), a range of heads, and a kind. Inputs travel from
+the owner to the rank that computes with them; outputs travel back and are reduced on the way:
 
     forward    q, kv  ->  compute  ->  o (with its LSE)
     backward   q, do (with LSE and delta), kv  ->  compute  ->  dq, dkv
@@ -37,22 +37,24 @@ class Kind(IntEnum):
 QUERY_SIDED = (Kind.Q, Kind.O, Kind.DO, Kind.DQ)
 OUTPUTS = (Kind.O, Kind.DQ, Kind.DKV)
 IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
-"""The same as a column to look kinds up in, which is faster than asking for many whether they are among some."""
+"""``IS_OUTPUT[kind]`` is whether a kind is an output; indexing with a column of kinds is faster than ``np.isin``."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head),
-    its precision.
+    """One of the tensors that a piece consists of.
+
+    ``name`` is the tensor's name on a shelf. ``width`` names the field of :class:`Shape` with the size of its last
+    dimension; None means one number per token and head.
     """
 
     name: str
     width: str | None
     precise: bool | None
-    """True: always accumulator dtype; False: always the model's; None: accumulator when the piece is partial."""
+    """True: always the accumulator dtype. False: always the model's. None: the accumulator's in a partial piece."""
 
     def numbers(self, shape: Shape) -> int:
-        """Numbers of one token and head."""
+        """Return how many numbers the tensor holds per token and head."""
         return int(getattr(shape, self.width)) if self.width else 1
 
 
@@ -68,10 +70,10 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention layer: query heads, KV heads, sizes of a key and of a value head, dtype of activations.
+    """An attention layer: query heads, KV heads, size of a key head and of a value head, dtype of activations.
 
-    ``latent`` is how many numbers of a token stand for the keys and values of all heads while they travel (multi-latent
-    attention); there is then one KV head, and head sizes are those of the heads expanded from it.
+    ``latent`` is for multi-latent attention: the numbers per token that travel in place of the keys and values of all
+    heads. There is then one KV head, and the head sizes are those of the heads that are expanded from the latent.
     """
 
     heads: int
@@ -93,7 +95,7 @@ class Shape:
         if self.latent is not None:
             if not isinstance(self.latent, int) or self.latent < 1:
                 raise ValueError(
-                    f"latent is the numbers of a token that travel, at least 1, or None; got {self.latent!r}"
+                    f"latent is how many numbers per token travel, at least 1, or None; got {self.latent!r}"
                 )
             if self.kv_heads != 1:
                 raise ValueError(
@@ -105,7 +107,7 @@ class Shape:
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads that share one KV head."""
+        """The number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     @property
@@ -114,20 +116,21 @@ class Shape:
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of an element of a partial result, an LSE or a delta."""
+        """Bytes of one element of a partial result, an LSE or a delta."""
         return 8 if self.dtype == "float64" else 4
 
     def kv_range(self, h0: Ints, h1: Ints) -> tuple[Ints, Ints]:
-        """The KV heads that the query heads ``h0 <= h < h1`` read."""
+        """Return the range of KV heads that the query heads ``h0 <= h < h1`` read."""
         return h0 // self.queries_per_key, -(-h1 // self.queries_per_key)
 
     def bytes_per_token_head(self) -> Ints:
-        """``[kind, partial]`` bytes of one token and one head of a piece."""
+        """Return the bytes per token and head of a piece, as a table ``[kind, partial]``."""
         return _bytes_per_token_head(self)
 
 
 @cache
 def _bytes_per_token_head(shape: Shape) -> Ints:
+    """Compute the table of :meth:`Shape.bytes_per_token_head`."""
     e, acc = shape.element_bytes, shape.accumulator_bytes
     d, dv = shape.head_dim, shape.v_head_dim
     kv = shape.latent or d + dv

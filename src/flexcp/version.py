@@ -1,3 +1,3 @@
-"""The version, which release tools read here and every room may name."""
+"""The version of flexcp, in a module of its own so that release tools and every module can read it."""
 
 __version__ = "0.1.0"

@@ -139,6 +139,15 @@ def test_a_document_that_no_batch_can_hold_is_told_before_its_turn(tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
+def test_a_document_of_the_batch_that_is_too_long_has_its_number_in_the_file(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("1k\n3k\n5k\n")
+    found = run(command, "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k", "--batch", "3")
+    says = "document 2 of the file (counted from 0) has 5,120 tokens, and 4 ranks x 1,024 tokens keep 4,096; raise "
+    assert says + "--max-tokens-per-rank to 1,280" in str(found.exception)
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
 def test_a_last_batch_that_is_left_out_is_told(tmp_path: Path, command: str) -> None:
     file = tmp_path / "lengths.txt"
     words = [command, "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k"]

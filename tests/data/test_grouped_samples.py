@@ -252,7 +252,7 @@ def test_micro_batches_cut_trees_that_do_not_fit(
         ({"tree_by": "nobody"}, "tree_by='nobody' names a field of every sample, and sample 0 has fields"),
         ({"tree_by": "input_ids"}, "groups are told apart by a number or a text"),
         ({"mask": flexcp.full()}, "is neither causal nor a window"),
-        ({"mask_fn": lambda s: flexcp.causal()}, "tree_by makes the masks of documents"),
+        ({"mask_fn": lambda s: flexcp.causal()}, "tree_by makes the mask of each document"),
     ],
 )
 def test_what_is_wrong_is_told(options: dict[str, Any], words: str) -> None:

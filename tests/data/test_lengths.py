@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.data import dataset_lengths
 from flexcp.data.lengths import DISTRIBUTIONS, cut_batches, draw_lengths, jsonl_lengths, parse_lengths
 
@@ -255,12 +256,22 @@ def test_jsonl_lengths(tmp_path: Path) -> None:
     assert jsonl_lengths(file) == parse_lengths(f"@{file}") == [7, 3, 1, 12, 2]
     file.write_text('{"n": 4, "length": 9}\n{"n": [1, 2], "length": 9}\n')
     assert jsonl_lengths(str(file), "n") == [4, 2]
+    file.write_text('\ufeff{"input_ids": [1, 2], "length": 11}\n')
+    lines = file.rename(tmp_path / "data.ndjson")
+    found = jsonl_lengths(lines), parse_lengths(str(lines)), document_lengths(str(lines), None, None)
+    assert found == ([2], [2], [2]), "one length a document for all commands, behind a byte order mark too"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"length": 7}\n{"size": 3}\n', "line 2 has no length or tokens or input_ids; it has size"),
+        (
+            '{"length": 7}\n{"size": 3}\n',
+            "line 2 has no input_ids or tokens or length; it has size: .*--field.* advise alone",
+        ),
+        ('{"text": "some words"}\n', "it has text: give lengths or .*texts .--tokenizer.* by flexcp advise alone"),
+        ('{"parents": [-1], "lengths": [7]}\n', "it has parents, lengths: .*trees .*are read by flexcp advise alone"),
+        ('"some words"\n', "'some words' is neither a length nor a list of tokens; texts .*flexcp advise alone"),
         ("{length: 7}\n", "line 1 is not JSON"),
         ('{"length": 7.5}\n', "'7.5' is neither a length nor a list of tokens"),
         ('{"length": true}\n', "'True' is neither"),
@@ -272,6 +283,13 @@ def test_jsonl_mistakes_name_the_line(text: str, message: str, tmp_path: Path) -
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         parse_lengths(f"@{file}")
+
+
+def test_a_data_set_by_name_is_for_advise() -> None:
+    with pytest.raises(
+        ValueError, match=r"^lengths 'hf:some/data:train': .*hf: data sets are read by flexcp advise alone"
+    ):
+        parse_lengths("hf:some/data:train")
 
 
 def test_lengths_of_a_hugging_face_dataset() -> None:

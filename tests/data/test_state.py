@@ -114,7 +114,7 @@ def test_an_old_iterator_does_not_go_on_beside_a_new_one() -> None:
         old = iter(data)
         next(old)
         next(iter(data))
-        with pytest.raises(RuntimeError, match="iterated anew"):
+        with pytest.raises(RuntimeError, match="iterated again"):
             next(old)
 
 

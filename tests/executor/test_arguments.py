@@ -147,7 +147,7 @@ def test_a_label_that_is_ignored_is_not_looked_up(step: flexcp.Step) -> None:
         ((logits(), labels().tolist()), r"labels is a tensor .*\(8,\); got a list$"),
         ((logits().reshape(2, 4, 11), labels()), r"logits has shape \(2, 4, 11\).*this rank's rows$"),
         ((logits()[:5], labels()[:5]), r"keeps 8 tokens under this plan, but got a tensor of 5 rows"),
-        ((logits()[:-1], labels()[1:]), r"7 rows of logits and labels, but this rank has 8: nothing is to be cut off"),
+        ((logits()[:-1], labels()[1:]), r"7 rows of logits and labels, but this rank has 8: do not cut off or shift"),
         ((logits(), labels()[:5]), r"5 labels for 8 rows of logits"),
         ((logits(), labels().int()), r"labels are torch.int32.*labels.long\(\)"),
         ((logits().long(), labels()), r"logits are torch.int64"),

@@ -190,7 +190,7 @@ def test_what_is_wrong_is_told() -> None:
         edges.weights(per="mean")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="its attention never ran"):
         step.loss(logits, edges)
-    with pytest.raises(ValueError, match="weights are of edges"):
+    with pytest.raises(ValueError, match="weights are for edges"):
         plain = flexcp.bind(flexcp.Planner(2, 1, 8, cluster=flexcp.cluster("cpu", 1, 1))([11]))
         plain.loss(logits, IDS, weights=torch.ones(11), without_attention=True)
 

@@ -70,6 +70,8 @@ def taken(step: Step, how: str) -> Tensor:
     if how == "next tokens of one's own, twice":
         step.shard(ACROSS), step.shard(IDS)
         return step.shard(ACROSS).clone()
+    if how == "next tokens of one's own, alone":
+        return step.shard(ACROSS)
     if how == "labels with borders, twice":
         step.shard(SHIFTED, pad=-100)
         return step.shard(SHIFTED, pad=-100)
@@ -131,9 +133,20 @@ def test_labels_that_may_be_right_are_not_warned_of(pool: RankPool, how: str) ->
     assert pool.run(on_labels, planned("zigzag"), how, ranks=2) == [[], []]
 
 
-def test_labels_beside_rows_cut_by_hand_are_not_warned_of(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    "plan", [planned(layout="contiguous"), planned(layout="zigzag"), planned("allgather")], ids=lambda plan: plan.label
+)
+def test_labels_beside_rows_cut_by_hand_are_not_warned_of(pool: RankPool, plan: Plan) -> None:
     """A stream that is all that was sharded may be labels where a rank's input is the part it would have cut itself."""
-    assert pool.run(on_labels, planned(layout="contiguous"), "tokens, once", ranks=2) == [[], []]
+    assert pool.run(on_labels, plan, "tokens, once", ranks=2) == [[], []]
+
+
+def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere(pool: RankPool) -> None:
+    """Right labels beside an input that was cut by hand look like tokens in their place: the warning names both."""
+    for said in pool.run(on_labels, planned("zigzag"), "next tokens of one's own, alone", ranks=2):
+        assert len(said) == 1
+        assert "step.labels(tokens)" in said[0]
+        assert "layout='contiguous'" in said[0]
 
 
 def on_counts(group: dist.ProcessGroup, plan: Plan, count: str) -> str | float:

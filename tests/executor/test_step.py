@@ -554,7 +554,14 @@ def test_cuda_tensors_over_gloo_are_refused_with_the_way_out(pool: RankPool) -> 
 def on_rows_cut_by_hand(group: dist.ProcessGroup, plan: Plan, asked: str | None) -> list[str]:
     """What attention warns of, on rows that may be anything."""
     step = flexcp.bind(plan, group)
-    if asked is not None:
+    stream = torch.arange(plan.batch.tokens)
+    if asked == "shard":
+        step.shard(stream)
+    elif asked == "restore":
+        step.restore(stream.tensor_split(plan.ranks)[step.cp_rank])
+    elif asked == "labels":
+        step.labels(stream)
+    elif asked is not None:
         getattr(step, asked)
     shape = plan.shape
     q, k, v = (torch.ones(step.local_tokens, h, shape.head_dim) for h in (shape.heads, shape.kv_heads, shape.kv_heads))
@@ -565,24 +572,38 @@ def on_rows_cut_by_hand(group: dist.ProcessGroup, plan: Plan, asked: str | None)
     return [str(w.message) for w in caught if "asked this step" in str(w.message)]
 
 
+def planned_on_two(strategy: str, **options: Any) -> Plan:
+    where = flexcp.cluster("cpu", ranks_per_node=2)
+    return flexcp.Planner(2, 2, 8, dtype="float32", cluster=where, strategy=strategy)([12], flexcp.causal(), **options)
+
+
 @pytest.mark.parametrize(
-    ("layout", "asked", "warned"),
+    ("asked", "warned"),
+    [(None, 1), ("positions", 1), ("labels", 1), ("shard", 0), ("indices", 0), ("restore", 0)],
+)
+def test_rows_that_nobody_asked_for_are_warned_of_once(pool: RankPool, asked: str | None, warned: int) -> None:
+    """Six rows of twelve fit, whichever they are: only a user who never asks which can have cut them himself."""
+    for said in pool.run(on_rows_cut_by_hand, planned_on_two("zigzag"), asked, ranks=2):
+        assert len(said) == warned
+        assert all("layout='contiguous'" in text and "step.shard" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "warned"),
     [
-        ([[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]], None, True),
-        ([[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]], "indices", False),
-        ([[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]], "positions", False),
-        ("contiguous", None, False),
-        ("zigzag", None, False),
+        ("zigzag", {"layout": "zigzag"}, 0),
+        ("blocks", {"layout": "contiguous"}, 0),
+        ("blocks", {"layout": [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]}, 0),
+        ("allgather", {}, 0),
+        ("dp", {}, 0),
+        ("allgather", {"tokens": "equal", "pad_to": 8}, 1),
     ],
 )
-def test_rows_that_nobody_asked_for_are_warned_of_once(
-    pool: RankPool, layout: Any, asked: str | None, warned: bool
+def test_rows_that_can_be_those_of_the_plan_are_not_warned_of(
+    pool: RankPool, strategy: str, options: dict[str, Any], warned: int
 ) -> None:
-    """Six rows of twelve fit, whichever they are: only a user who never asks which can have cut them himself."""
-    planner = flexcp.Planner(
-        2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", ranks_per_node=2), strategy="blocks"
-    )
-    plan = planner([12], flexcp.causal(), layout=layout)
-    for said in pool.run(on_rows_cut_by_hand, plan, asked, ranks=2):
-        assert len(said) == int(warned)
-        assert all("layout='contiguous'" in text and "step.shard" in text for text in said)
+    """A layout that was given, the part that everybody cuts, a count that no cut has; but not a part of a padded
+    stream.
+    """
+    plan = flexcp.load_plan(flexcp.save_plan(planned_on_two(strategy, **options)))
+    assert [len(said) for said in pool.run(on_rows_cut_by_hand, plan, "positions", ranks=2)] == [warned] * 2

@@ -85,6 +85,8 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
         if wrapping == "FSDP2 summed":
             fsdp.sum_gradients(model)
+        if wrapping == "FSDP2 compiled":
+            model.compile(backend="eager")
     elif wrapping != "none":
         model = DistributedDataParallel(model, process_group=group)
     if wrapping == "own hook":
@@ -121,6 +123,28 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
     if group is not None:
         dist.all_reduce(total, group=group)
     return {"loss": float(total) / (step.cp_size if gradients == "averaged" else 1), "gradients": found}
+
+
+class Failing(Small):
+    """A model whose forward ends in an exception after its attention."""
+
+    def forward(self, tokens: Tensor, step: Step) -> Tensor:
+        super().forward(tokens, step)
+        raise ArithmeticError("a user's own mistake")
+
+
+def run_after_a_failure(group: dist.ProcessGroup, gradients: Gradients, wrapping: str) -> dict[str, Any]:
+    """:func:`run_small`, after the forward of a model that FSDP2 averages ended in an exception."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    failing, step = Failing(), bound(group)
+    fully_shard(failing, mesh=DeviceMesh.from_group(group, "cpu"))
+    try:
+        failing(step.shard(tokens()), step)
+    except ArithmeticError:
+        return run_small(group, gradients, wrapping)
+    raise AssertionError("the forward did not fail")
 
 
 def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:

@@ -339,6 +339,28 @@ def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
     return [str(w.message) for w in caught if "step" in str(w.message)]
 
 
+def rows_after_a_failure(group: dist.ProcessGroup) -> bool:
+    """Whether logits have all rows of this rank, after a forward without a token on some ranks failed."""
+    from flexcp.frameworks import huggingface
+
+    model = make_model(Run("llama"), "eager")
+    huggingface.turn_on(model)
+    planner = huggingface.planner(model, flexcp.cluster("cpu", ranks_per_node=3), strategy="dp")
+
+    def fail(module: nn.Module, arguments: Any) -> None:
+        raise ArithmeticError("a user's own mistake")
+
+    for lengths, hook in (([7], model.lm_head.register_forward_pre_hook(fail)), ([7, 7, 7], None)):
+        step = flexcp.bind(planner(lengths), group)
+        ids = step.shard(torch.arange(sum(lengths)))[None]
+        try:
+            logits = model(ids, step=step, use_cache=False).logits
+        except ArithmeticError:
+            assert hook is not None
+            hook.remove()
+    return bool(logits.shape[1] == step.local_tokens == 7)
+
+
 def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
     """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients)
     where ranks have no token.

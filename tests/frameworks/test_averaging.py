@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from averaging_runs import RUN, run_huggingface, run_small, warned, warned_of_two_steps
+from averaging_runs import RUN, run_after_a_failure, run_huggingface, run_small, warned, warned_of_two_steps
 
 import flexcp
 from flexcp.executor.losses.averaging import Gradients
@@ -51,6 +51,7 @@ def test_shares_that_ddp_would_average_are_refused_by_name(two: RankPool, wrappi
     ("gradients", "wrapping", "words"),
     [
         ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
+        ("summed", "FSDP2 compiled", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
         ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
         (
             "averaged",
@@ -64,6 +65,18 @@ def test_shares_that_fsdp2_would_reduce_otherwise_are_refused_by_name(
 ) -> None:
     for found in two.run(run_small, gradients, wrapping):
         assert re.match(words, found["refused"])
+
+
+@pytest.mark.parametrize("wrapping", ["none", "FSDP2 summed"])
+def test_a_forward_that_failed_is_not_taken_for_the_next_models(two: RankPool, wrapping: str) -> None:
+    """FSDP2 says of a module for good that its forward runs where an exception ended it."""
+    right = run_small(None, "summed")
+    for found in two.run(run_after_a_failure, "summed", wrapping):
+        assert found.get("refused") is None
+        for name, gradient in right["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-12, rtol=1e-10)
+    for found in two.run(run_after_a_failure, "averaged", "FSDP2 summed"):
+        assert found["refused"].startswith("FSDP2, after"), "the model that runs is still seen"
 
 
 def test_one_process_may_say_either(two: RankPool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,20 @@ from parallel_runs import (
     counted_labels,
     ids_cut_by_hand,
     own_ids_of_few_tokens,
+    rows_after_a_failure,
     streams_of_their_own,
     whole_stream,
     without_a_step,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, or_masks
 
 import flexcp
@@ -29,6 +37,7 @@ from flexcp.executor.step import Step
 from flexcp.frameworks import huggingface, used
 from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
 from flexcp.measure.ranks import RankPool
+from flexcp.models.config import read_config
 from lib.model_runs import FAMILIES, WINDOW, Run, make_config, make_model, train_alone
 
 LENGTHS = [20, 1, 9, 3]
@@ -134,7 +143,7 @@ def test_labels_that_are_already_shifted_are_refused() -> None:
     step = bound()
     shifted = step.labels(TOKENS)[step.indices.argsort()]
     for labels in (shifted, TOKENS.roll(-1), torch.where(torch.arange(len(TOKENS)) < 5, -100, shifted)):
-        with pytest.raises(ValueError, match=r"labels are already shifted.*once more"):
+        with pytest.raises(ValueError, match=r"labels are already shifted.*again"):
             huggingface.inputs(TOKENS, step, labels)
     huggingface.inputs(torch.ones_like(TOKENS), step, torch.ones_like(TOKENS))
     huggingface.inputs(TOKENS, step, torch.full_like(TOKENS, -100))
@@ -235,6 +244,31 @@ def test_labels_that_the_model_would_shift_itself_are_refused(models: dict[str, 
     ids = step.shard(TOKENS)[None]
     with pytest.raises(ValueError, match=r"labels beside a step.*huggingface\.inputs\(tokens, step, labels\)"):
         models["llama"][0](ids, labels=ids, step=step, use_cache=False)
+
+
+def test_labels_that_the_loss_would_pass_over_are_refused(models: dict[str, Any]) -> None:
+    """The loss reads shift_labels, and is divided by the number of labels that was made with them."""
+    model, given = models["llama"][0], huggingface.inputs(TOKENS, bound())
+    masked = given["shift_labels"].clone()
+    masked[0, :7] = -100
+    with pytest.raises(
+        ValueError, match=r"labels are not those in shift_labels.*huggingface\.inputs\(tokens, step, labels\)"
+    ):
+        model(**(given | {"labels": masked}))
+    with pytest.raises(
+        ValueError, match=r"shift_labels has 22 labels that count on this rank, but .* made for 29 here"
+    ):
+        model(**(given | {"labels": masked, "shift_labels": masked}))
+    copied = given | {"labels": given["labels"].clone()}
+    assert model(**copied).loss.item() == model(**given).loss.item()
+    given["labels"][0, :7] = -100
+    with pytest.raises(ValueError, match=r"labels that count on this rank"):
+        model(**given)
+
+
+def test_a_forward_that_failed_leaves_nothing_to_the_next(pool: RankPool) -> None:
+    """A rank without a token has a row that nobody sees, which is taken from the outputs of that forward alone."""
+    assert all(pool.run(rows_after_a_failure, ranks=3))
 
 
 def test_a_full_mask_under_a_causal_model_is_refused(models: dict[str, Any]) -> None:
@@ -339,6 +373,38 @@ def test_a_planner_has_the_models_heads() -> None:
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype) == (2, 1, 8, "float32")
     with pytest.raises(ValueError, match=r"4 query and 2 KV heads.*tp=4"):
         huggingface.planner(make_config("llama"), flexcp.cluster("cpu", 1, 1), tp=4)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "heads"),
+    [
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "hidden_size": 64}, (8, 2, 8)),
+        ("falcon", {"new_decoder_architecture": True, "hidden_size": 64}, (8, 8, 8)),
+        ("falcon", {"multi_query": True, "hidden_size": 64}, (8, 1, 8)),
+        ("falcon", {"multi_query": False, "hidden_size": 64}, (8, 8, 8)),
+        ("gpt_bigcode", {"multi_query": True, "n_embd": 64}, (8, 1, 8)),
+        ("gpt2", {"n_embd": 64}, (8, 8, 8)),
+        ("olmoe", {"num_key_value_heads": 4, "hidden_size": 64}, (8, 4, 8)),
+    ],
+)
+def test_a_planner_reads_heads_as_the_models_type_does(
+    tmp_path: Path, family: str, fields: dict[str, Any], heads: tuple[int, int, int]
+) -> None:
+    """As ``flexcp advise --model`` reads them from the file."""
+    config = AutoConfig.for_model(family, num_attention_heads=8, num_hidden_layers=2, vocab_size=64, **fields)
+    config.save_pretrained(tmp_path)
+    for shape in (huggingface.planner(config, flexcp.cluster("cpu", 1, 1)).shape, read_config(tmp_path).shape):
+        assert (shape.heads, shape.kv_heads, shape.head_dim) == heads
+
+
+def test_a_planner_reads_the_usual_names_of_a_type_that_nobody_knows() -> None:
+    config = PreTrainedConfig(num_attention_heads=8, num_key_value_heads=4, hidden_size=66, head_dim=16)
+    config.model_type = "of_tomorrow"
+    shape = huggingface.planner(config, flexcp.cluster("cpu", 1, 1)).shape
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (8, 4, 16)
+    config.head_dim = None
+    with pytest.raises(ValueError, match=r"PreTrainedConfig: 8 heads do not divide a hidden size of 66"):
+        huggingface.planner(config, flexcp.cluster("cpu", 1, 1))
 
 
 @pytest.mark.parametrize(("said", "planned"), [(None, "float32"), ("float64", "float64"), (torch.bfloat16, "bfloat16")])

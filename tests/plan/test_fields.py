@@ -11,6 +11,7 @@ import pytest
 
 import flexcp
 from flexcp.plan.fields import FACTS, different_rules, header, read_facts, saved_facts
+from flexcp.plan.file import VERSION
 from flexcp.plan.plan import Plan
 
 
@@ -20,7 +21,7 @@ def plan() -> Plan:
 
 
 def read(made: Plan) -> dict[str, Any]:
-    return read_facts(json.loads(json.dumps(saved_facts(made))))
+    return read_facts(json.loads(json.dumps(saved_facts(made))), VERSION)
 
 
 def test_what_is_read_is_what_was_saved() -> None:
@@ -28,7 +29,7 @@ def test_what_is_read_is_what_was_saved() -> None:
     assert (found["shape"], found["cluster"], found["cost"]) == (made.shape, made.cluster, made.cost)
     assert (found["hash"], found["strategy"], found["note"]) == (made.hash, made.requested, made.placement.note)
     assert (found["pads"], found["traffic"]) == (made.placement.pads, made.placement.traffic)
-    assert found["assemble_own"] == made.placement.assemble_own
+    assert (found["assemble_own"], found["layout_given"]) == (made.placement.assemble_own, made.layout_given)
     assert found["masks"] == [(mask.name, mask.layers) for mask in made.batch.masks]
     assert len(found["rules"]) == len(different_rules(made)) == 2
     programs = [[(p.own_stage, p.stages, p.held, p.keys_kept) for p in pair] for pair in made.programs]
@@ -40,7 +41,7 @@ def test_a_field_that_is_missing_is_named(name: str) -> None:
     facts = saved_facts(plan())
     del facts[name]
     with pytest.raises(KeyError, match=name):
-        read_facts(json.loads(json.dumps(facts)))
+        read_facts(json.loads(json.dumps(facts)), VERSION)
 
 
 def test_what_is_saved_is_read_and_every_field_is_somewhere() -> None:

@@ -169,7 +169,9 @@ def test_a_ring_of_two_by_hand() -> None:
     assert found.scratch == 8 * 64 * 8 + 4096
     assert found.kept_keys == 0
     assert found.arena == found.backward
-    assert found.total == found.arena + found.saved + found.results + found.scratch
+    assert found.gradients == 64 * (8 * 8 * 2 + 8 * 16 * 2)
+    assert found.tables == 16 * (64 + 64 + 64)  # own rows, and the other rank's keys, forward and backward
+    assert found.total == found.arena + found.saved + found.in_a_pass
 
 
 def test_a_rank_that_needs_nobody_needs_no_arena() -> None:
@@ -183,7 +185,7 @@ def test_layers_share_an_arena_and_keep_their_own() -> None:
     masks = {"full": (flexcp.full(), 3), "window": (flexcp.window(9), 5)}
     both, one = planner([128], masks=masks).memory(0), planner([128], flexcp.full()).memory(0)
     assert (both.arena, both.saved, both.layers) == (one.arena, one.saved, 8)
-    assert both.total - one.total == 7 * one.saved
+    assert both.total - one.total == 7 * one.saved + both.tables - one.tables
 
 
 def test_tokens_out_of_stream_order_are_copied() -> None:

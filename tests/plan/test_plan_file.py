@@ -116,7 +116,22 @@ def test_a_file_of_version_2_is_the_plan_it_was() -> None:
     assert plan.hash == "1ced00331bff6269d0670e667a802a5f"  # as it was printed when the file was written
     plan.check()
     again = save_plan(plan)
-    assert load_plan(again) == plan and again[8] == 3 and data[8] == 2
+    assert load_plan(again) == plan and again[8] == 4 and data[8] == 2
+
+
+def test_a_file_of_version_3_is_the_plan_it_was() -> None:
+    data = (Path(__file__).parent / "version_3.flexcp").read_bytes()
+    plan = load_plan(data)
+    assert plan.hash == "44566aefb59cd41b50479dc85abfdca0"  # as it was printed when the file was written
+    assert data[8] == 3 and plan.layout_given, "which it did not say, and is not doubted"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "free"])
+def test_whether_a_layout_was_given_comes_back_and_is_not_in_the_hash(layout: str) -> None:
+    planner = flexcp.Planner(8, 4, 64, cluster=flexcp.cluster("h200", 1, 2), strategy="allgather")
+    plan = planner([3000, 700], layout=layout)
+    assert plan == planner([3000, 700], layout="free"), "an all-gather keeps contiguous parts by itself"
+    assert plan.layout_given == load_plan(save_plan(plan)).layout_given == (layout != "free")
 
 
 def test_a_tree_of_version_2_is_refused() -> None:
@@ -181,7 +196,7 @@ def test_messages_say_what_is_wrong() -> None:
         (b"", "does not begin as one"),
         (b"PK\x03\x04" + data, "does not begin as one"),
         (data[:5], "cut off after 5 bytes"),
-        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads versions 1 to 3"),
+        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads versions 1 to 4"),
         (data[:-1], "copy it again"),
         (data[:-1] + bytes([data[-1] ^ 1]), "checksum is wrong"),
     ):
@@ -244,7 +259,7 @@ def forged(plan: Plan, table: int, column: str, value: int) -> bytes:
         (3, "kind", 6, "a transfer's kind does not exist"),
         (3, "stage", 0, "a transfer's stage does not exist"),
         (4, "margin", -1, "margin is below 0"),
-        (4, "rounds_per_call", 1 << 40, "a margin or a number of rounds that cannot be"),
+        (4, "rounds_per_call", 1 << 40, "a margin or a number of rounds per call is above"),
         (5, "ahead", -1, "ahead is below 0"),
     ],
 )
@@ -280,7 +295,7 @@ def test_slices_that_would_take_minutes_to_compare_are_refused() -> None:
     plan = small(mask=[flexcp.causal()] * 4)
     mask = replace(plan.batch.masks[0], rules=(Mask("slices", (), 20_000, rows),))
     batch = replace(plan.batch, masks=(mask,))
-    with pytest.raises(ValueError, match="too fine for a file"):
+    with pytest.raises(ValueError, match="too large for a file"):
         save_plan(replace(plan, placement=replace(plan.placement, batch=batch)))
 
 

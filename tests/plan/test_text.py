@@ -89,6 +89,18 @@ def test_title_names_the_plan_and_its_masks() -> None:
     assert "short: one per document" in picture(both).splitlines()[0]
 
 
+@pytest.mark.parametrize(("heads", "name"), [((8, 4), "usp:4,2"), ((4, 2), "usp:2,4")])
+def test_usp_without_degrees_is_named_by_those_it_chose(heads: tuple[int, int], name: str) -> None:
+    """Half of the heads, as under tensor parallelism of 2, make another method of the same name."""
+    where = flexcp.cluster("h100", 2, 4)
+    plan = flexcp.Planner(*heads, 64, cluster=where, strategy="usp")([900, 40])
+    asked = flexcp.Planner(*heads, 64, cluster=where, strategy=name)([900, 40])
+    assert plan.strategy == plan.label == name and f" {name} on h100:2x4" in picture(plan)
+    assert (plan.placement.runs.matrix() == asked.placement.runs.matrix()).all() and (
+        plan.bytes() == asked.bytes()
+    ).all()
+
+
 @pytest.mark.parametrize("strategy", ["blocks", "ring", "dp", "usp"])
 def test_table_has_the_plans_numbers_of_every_rank(strategy: str) -> None:
     plan = plan_for([900, 40, 3], 4, strategy=strategy, cluster=flexcp.cluster("h100", 2, 2))

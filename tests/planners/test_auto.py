@@ -145,6 +145,16 @@ def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> No
 # --- the rules --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lengths", [[30_000, 30_000], [30_000, *[200] * 200], [40_000], [4096] * 8])
+def test_the_note_says_where_the_plan_is_not_the_one_of_the_strategys_name(lengths: list[int]) -> None:
+    """Who compares auto's blocks with --strategy blocks would find two times for one name."""
+    asked = request(lengths)
+    plan = auto_plan(asked)
+    alone = make_plan(plan.placement, asked.shape, asked.cluster, asked.cost, "auto", asked.keep_kv, asked.most_ahead)
+    assert (plan != alone) == (f"in other stages than --strategy {plan.strategy} has" in plan.placement.note)
+    assert (plan == alone) == (lengths != [30_000, 30_000]), "one of them is cut otherwise, or this shows nothing"
+
+
 def test_equal_lengths_stay_static() -> None:
     note = auto(request([4096] * 8)).note
     assert note.startswith("dp: ") and "ms a step simulated" in note

@@ -55,6 +55,6 @@ def test_others_refuse_with_the_count_and_the_way_out() -> None:
 @pytest.mark.parametrize("wrong", [-1, 1.5, True])
 def test_a_cap_that_is_no_count_is_refused(wrong: Any) -> None:
     with pytest.raises(
-        ValueError, match="max_peers is the other ranks that a rank exchanges with, an integer of at least 0"
+        ValueError, match="max_peers is the most ranks that a rank exchanges with, an integer of at least 0"
     ):
         plan_for("ring", wrong)

@@ -90,6 +90,8 @@ def test_a_wrong_argument_is_no_refusal(strategy: str) -> None:
     ("lengths", "options", "words"),
     [
         ((41,), {"max_tokens_per_rank": 10}, "document 0 has 41 tokens, more than 4 ranks keep together"),
+        ((41,), {"max_tokens_per_rank": 10}, "raise the cap to 11,"),
+        ((41,), {"max_tokens_per_rank": 8, "equal_tokens": True, "pad_to": 8}, "raise the cap to 16,"),
         ((3, 41), {"max_tokens_per_rank": 10}, "document 1 has 41 tokens"),
         (
             (21, 20),

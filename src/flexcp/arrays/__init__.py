@@ -1,1 +1,1 @@
-"""Arithmetic on columns of integers, and the compiled loops' decorator: what knows nothing of attention."""
+"""Arrays: arithmetic on columns of integers, and decorators for compiled loops. Nothing here is about attention."""

@@ -1,8 +1,8 @@
-"""Loops of a heap: integers of which the smallest is taken first, compiled.
+"""Compiled loops of a heap: a priority queue of integers from which the smallest is taken first.
 
-It is our own because ``heapq`` works on lists, whose references Numba counts in every function that they are handed to.
-Here a heap is an array of integers with room for all there will be: the first is how many there are, the others are the
-heap from index 1 on.
+``heapq`` is not used because it works on lists, and Numba counts references to a list in every function that takes one.
+Here a heap is an array of integers of fixed size: element 0 is the number of integers in the heap, and the heap itself
+begins at element 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flexcp.arrays.jit import compiled, compiled_leaf
 
 @compiled
 def empty_heap(room):
-    """A heap for so many integers at a time."""
+    """Return an empty heap with room for ``room`` integers."""
     heap = np.empty(room + 1, np.int64)
     heap[0] = 0
     return heap
@@ -22,7 +22,7 @@ def empty_heap(room):
 
 @compiled_leaf
 def push(heap, value):
-    """Put an integer on a heap."""
+    """Put an integer into a heap."""
     heap[0] += 1
     at = heap[0]
     while at > 1 and heap[at // 2] > value:
@@ -33,7 +33,7 @@ def push(heap, value):
 
 @compiled_leaf
 def pop(heap):
-    """Take the smallest integer off a heap that is not empty."""
+    """Remove the smallest integer from a heap, which must not be empty, and return it."""
     found, last, count = heap[1], heap[heap[0]], heap[0] - 1
     heap[0] = count
     at = 1

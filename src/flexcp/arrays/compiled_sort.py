@@ -1,6 +1,6 @@
-"""Loops of sorting: a stable order of integers, compiled.
+"""Compiled loops of sorting: a stable argsort of integers.
 
-It is our own because ``np.argsort`` takes Numba long to compile.
+``np.argsort`` is not used because Numba takes long to compile it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ SHORT_RUN = 16
 
 @compiled
 def stable_order(keys):
-    """Where the keys are from the smallest on, equal ones in their order:
-    short runs by insertion, merged two by two.
+    """Return the indices that sort the keys; equal keys keep their order.
+
+    Short runs are sorted by insertion, then merged two by two.
     """
     n = len(keys)
     order, merged = np.empty(n, np.int64), np.empty(n, np.int64)

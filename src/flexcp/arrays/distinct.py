@@ -1,7 +1,7 @@
-"""Distinct values: each once, ascending.
+"""Distinct values: a faster ``np.unique`` for integers.
 
-``np.unique`` hashes (NumPy 2.3 and later), which takes ten times as long as sorting where most values differ, and a
-hundred times as long as marking them where they are few.
+From NumPy 2.3 on, ``np.unique`` uses hashing. This takes ten times as long as sorting if most values are different, and
+a hundred times as long as marking values in a table if there are few different ones.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 MARKED = 1 << 22
-"""Values below this are marked in a table of bytes instead of sorted, where there are enough of them for its size."""
+"""The largest table of marks, in bytes; values beyond it are sorted instead."""
 
 
 def distinct(values: Ints, below: int | None = None) -> Ints:
-    """The values in ascending order, each once; all are from 0 to ``below``, where that is given."""
+    """Return the distinct values in ascending order; with ``below``, all must satisfy ``0 <= value < below``."""
     if below is not None and below <= min(MARKED, 64 * len(values)):
         marks = np.zeros(below, bool)
         marks[values] = True

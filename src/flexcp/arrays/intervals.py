@@ -1,7 +1,7 @@
-"""Half-open intervals in columns: the arithmetic that planning is made of, vectorised.
+"""Intervals: vectorised arithmetic on half-open intervals, which most of planning consists of.
 
-Everything here takes and returns parallel int64 arrays. A *group* is any integer label; intervals of different groups
-never touch each other. Where a function wants its intervals sorted and disjoint it says so.
+All functions take and return parallel int64 arrays. A *group* is any integer label; intervals of different groups are
+independent of each other. A function that needs sorted and disjoint intervals says so.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ Ints = NDArray[np.int64]
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """(index repeated counts[index] times, running number inside each): the ragged
-    ``for i: for j in range(counts[i])``.
-    """
+    """Return all pairs (i, j) with ``0 <= j < counts[i]`` as two arrays: ``for i: for j in range(counts[i])``."""
     index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     before = np.cumsum(counts) - counts
     return index, np.arange(len(index), dtype=np.int64) - before[index]
 
 
 def offsets(counts: Ints) -> Ints:
-    """Start of each ragged row, with the total at the end."""
+    """Return where each part of these sizes begins if they are laid end to end; the last entry is the total."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def united(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """The union of each group's intervals, sorted by (group, start), merged where they touch; empty ones vanish."""
+    """Return the union of the intervals of each group as (group, start, stop), sorted by group and start.
+
+    Intervals that overlap or touch are merged, and empty ones are left out.
+    """
     keep = start < stop
     group, start, stop = group[keep], start[keep], stop[keep]
     if len(group) == 0:
         return group, start, stop
     order = np.lexsort((start, group))
     group, start, stop = group[order], start[order], stop[order]
-    # One axis for all groups: a group's coordinates never reach the next group's.
+    # Put all groups on one axis, each shifted so far that it does not reach the next.
     span = int(stop.max()) - int(start.min()) + 2
     base = (group - group[0]) * span - int(start.min())
     reach = np.maximum.accumulate(base + stop)
@@ -47,7 +48,7 @@ def united(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints]:
-    """Index pairs (i, j) of intervals that share a point; the *other* intervals are sorted and disjoint."""
+    """Return the index pairs (i, j) of intervals that share a point; the *other* ones must be sorted and disjoint."""
     first = np.searchsorted(other_stop, start, side="right")
     last = np.searchsorted(other_start, stop, side="left")
     index, within = spread(np.where(start < stop, np.maximum(last - first, 0), 0))
@@ -55,8 +56,9 @@ def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def covered_once(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """The union of each group cut where "exactly one interval covers this" changes:
-    (group, start, stop, once), sorted.
+    """Return the union of the intervals of each group as (group, start, stop, once), sorted by group and start.
+
+    The union is cut into parts that exactly one interval covers (``once``) and parts that several intervals cover.
     """
     if len(group) == 0:
         return group, start, stop, np.zeros(0, bool)

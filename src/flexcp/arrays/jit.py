@@ -1,25 +1,25 @@
-"""Compiled loops: how a function is compiled, and where the result is kept.
+"""Compiled loops: decorators that compile a function with Numba and keep the result on disk.
 
-A loop is compiled by Numba when it is first called, which takes seconds, so the result is kept on disk. Numba's own
-cache does not do for us: it loads all that compiling needs before it looks for a file, three times as long as a warm
-start takes here; it reads only from a folder it can write, so a package that was warmed up by root and runs as somebody
-else is compiled again; it numbers files in an index, where two processes may exchange names; it does not notice changes
-in other files; and whatever the file system refuses ends the plan. So :class:`Kept` stands where Numba's cache would,
-and keeps results as Numba serialises them:
+Numba compiles a loop when it is first called, which takes seconds, so the result is kept on disk. Numba's own cache has
+five problems. It loads the whole compiler before it looks for a file, which takes three times as long as a warm start
+does here. It reads only from folders that it can write, so a package that root warmed up is compiled again for other
+users. It numbers files in an index, in which two processes may mix up names. It does not notice changes in other files.
+And an error of the file system stops planning. So :class:`Kept` replaces Numba's cache. It stores what Numba
+serialises:
 
-- one file for each function, signature and processor, in a folder named by a digest of the sources and versions;
-- looked for in all these places, and written to the first that takes it: ``NUMBA_CACHE_DIR``, ``__pycache__`` beside
-  the source, the user's cache folder;
-- written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
-- executed when they are read, so folders and files that another user could have written are refused with a warning
-  (:mod:`flexcp.io.private_files`), and the next place is tried;
-- what fails otherwise is logged and no more: then the loop is compiled in this process only.
+- There is one file for each function, signature and processor, in a folder named by a digest of sources and versions.
+- Files are searched in ``NUMBA_CACHE_DIR``, in ``__pycache__`` beside the source and in the user's cache folder, and
+  written to the first of these that can be written.
+- A file is written under another name and renamed, so that readers never see a part of it.
+- Files are executed when they are read. So folders and files that another user could have written are refused with a
+  warning (:mod:`flexcp.io.private_files`), and the next folder is tried.
+- Other failures are only logged; the loop is then compiled for this process alone.
 
-This rests on names inside Numba, which are the same in the versions ``KNOWN``. With any other, loops are compiled
-plainly, anew in every process, and a warning says so.
+This uses internal names of Numba, which are the same in the versions ``KNOWN``. With other versions, loops are compiled
+in every process, and a warning is logged.
 
-Nothing else is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with
-folders is at WARNING.
+Nothing else is printed. Every compilation is logged by ``flexcp.compile`` at level INFO, problems with folders at level
+WARNING.
 """
 
 from __future__ import annotations
@@ -41,64 +41,71 @@ from flexcp.io.private_files import NotOwnError, read_own, write_own
 
 Loop = Callable[..., Any]
 KNOWN = ((0, 60), (0, 68))
-"""The first and the last version of Numba that compiled loops are kept with."""
+"""The first and the last version of Numba with which compiled loops are kept on disk."""
 LOGGER = logging.getLogger("flexcp.compile")
-LOGGER.addHandler(logging.NullHandler())  # silent unless the application listens
+LOGGER.addHandler(logging.NullHandler())  # silent unless the application configures logging
 
 
 def compiled(function: Loop) -> Loop:
-    """The function, compiled on first use; on disk afterwards, where a folder can be written."""
+    """Return the function, compiled on first use and kept on disk if a folder can be written."""
     return _compiled(function)
 
 
 def compiled_leaf(function: Loop) -> Loop:
     """Like :func:`compiled`, for a function that makes no arrays and is called millions of times.
 
-    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a
-    short function. What is left is handing over what describes each array, so it is made part of its callers.
+    Numba counts the references to every array argument with atomic operations, which take most of the time of a short
+    function; this decorator switches them off. Passing the descriptors of arrays takes most of the rest, so the
+    function is also inlined into its callers.
     """
     return _compiled(function, _nrt=False, forceinline=True)
 
 
 def compiled_inline(function: Loop) -> Loop:
-    """A function that becomes part of whatever loop calls it before that one is compiled,
-    and is never compiled by itself.
+    """Like :func:`compiled`, but the function is inlined into each caller before the caller is compiled.
 
-    For the parts that a long loop is written in, each called in few places: a leaf of leaves is compiled once more for
-    every level. Inside a leaf, as it has the caller's options.
+    It is meant for the parts of a long loop, each called in few places; with :func:`compiled_leaf`, a function that
+    calls other leaves would be compiled again for every level. It can be used inside a leaf, because it gets the
+    options of its caller.
     """
     return _compiled(function, inline="always")
 
 
 def compiled_fused(function: Loop) -> Loop:
-    """Like :func:`compiled`, with a product and a sum in one instruction where the processor has that.
+    """Like :func:`compiled`, with fused multiply-add instructions if the processor has them.
 
-    It rounds once instead of twice: for floating point that holds integers, where nothing is rounded.
+    They round once instead of twice, so results may differ between processors. Use this only for floating-point numbers
+    that hold integers, which are not rounded at all.
     """
     return _compiled(function, fastmath={"contract"})
 
 
 def _compiled(function: Loop, **options: Any) -> Loop:
+    """Return the function compiled with Numba's ``options``, and with :class:`Kept` as its cache."""
     if not KNOWN[0] <= numba.version_info.short <= KNOWN[1]:
         _warn_of_version()
         return cast(Loop, numba.njit(function))
     loop: Any = numba.njit(function, **options)
-    if loop is not function:  # it is under NUMBA_DISABLE_JIT
+    if loop is not function:  # with NUMBA_DISABLE_JIT, njit returns the function itself
         loop._cache = Kept(function)
         loop.get_call_template = partial(_of_plain_types, loop.get_call_template)
     return cast(Loop, loop)
 
 
 def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
-    """Called from another loop with constants, a function would be compiled anew for every constant;
-    here it is once for all numbers.
+    """Replace the types of constants by the types of plain numbers when one loop calls another.
+
+    Otherwise Numba would compile the called function again for every constant.
     """
     plain = {name: numba.types.unliteral(each) for name, each in kws.items()}
     return get_call_template([numba.types.unliteral(each) for each in args], plain)
 
 
 class Kept:
-    """A function's compiled signatures on disk. Numba asks it before it compiles, and hands it what it has compiled."""
+    """The compiled signatures of a function on disk, in place of Numba's cache.
+
+    Numba calls :meth:`load_overload` before it compiles a signature, and :meth:`save_overload` after.
+    """
 
     def __init__(self, function: Loop) -> None:
         self.source = Path(function.__code__.co_filename)
@@ -106,7 +113,7 @@ class Kept:
         self.name = ".".join([*module.parts, function.__qualname__])
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """What was kept for a signature, or None: then Numba compiles."""
+        """Return the compiled code of a signature from disk, or None, after which Numba compiles it."""
         key = _key(signature, target.codegen())
         for folder in _folders(self.source):
             try:
@@ -117,17 +124,17 @@ class Kept:
                 continue
             except NotOwnError as error:
                 _warn(str(error))
-            except Exception as error:  # no rights, half a file: what these raise has no common name
+            except Exception as error:  # missing rights or damaged files raise errors without a common class
                 LOGGER.warning("cannot read compiled %s from %s: %s", self.name, folder, error)
         LOGGER.info("compiling %s", self.name)
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Keep a compilation, in the first folder that takes it."""
+        """Write compiled code to the first folder that can be written."""
         from numba.core.serialize import dumps
 
         if result.lifted or result.library.has_dynamic_globals:
-            return  # what else it needs is known to this process only
+            return  # this code needs objects that exist in this process only
         key = _key(signature, result.codegen)
         content = bytes(dumps((key, result._reduce())))
         refused = []
@@ -148,15 +155,18 @@ class Kept:
         return str(_folders(self.source)[0])
 
     def flush(self) -> None:
-        """Numba asks for this before it compiles all anew; files are replaced then."""
+        """Do nothing: Numba calls this before it recompiles everything, and files are then replaced."""
 
     def _file(self, key: str) -> str:
+        """Return the name of the file for a key."""
         return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.nbc"
 
 
 def _rebuilt(target: Any, payload: Any) -> Any:
-    """A compilation ready to run. Numba would load all it needs to compile, which is most of a warm start;
-    this needs only the runtime.
+    """Return compiled code that is ready to run.
+
+    Only Numba's runtime is loaded for this; Numba itself would load the whole compiler, most of the time of a warm
+    start.
     """
     from numba.core.compiler import CompileResult
     from numba.core.runtime.nrt import rtsys
@@ -166,19 +176,20 @@ def _rebuilt(target: Any, payload: Any) -> Any:
 
 
 def _key(signature: Any, codegen: Any) -> str:
-    """Argument types, and what processor the code is for."""
+    """Return a key of the argument types and of the processor that the code is for."""
     return repr((signature, codegen.magic_tuple()))
 
 
 @cache
 def _warn(why: str) -> None:
-    """Said once in a process, not for every loop."""
+    """Warn that a folder is not used; once per process and reason."""
     text = f"flexcp does not use compiled loops that others may have written: {why}"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 @cache
 def _warn_of_version() -> None:
+    """Log, once per process, that compiled loops are not kept with this version of Numba."""
     first, last = (".".join(map(str, version)) for version in KNOWN)
     LOGGER.warning(
         "compiled loops are lost with this process: they are kept with Numba %s to %s, and this is %s",
@@ -189,33 +200,36 @@ def _warn_of_version() -> None:
 
 
 def cache_folders() -> tuple[Path, ...]:
-    """Where compilations of this version are looked for; they are kept in the first that can be written."""
+    """Return the folders in which compiled code is searched; it is written to the first that can be written."""
     return _folders(Path(__file__).with_name("compiled_sort.py"))
 
 
 @cache
 def _folders(source: Path) -> tuple[Path, ...]:
-    """Where compiled code of this source may be kept, the best first."""
+    """Return the folders in which compiled code of a source file may be kept, in the order of preference."""
     found = [source.parent / "__pycache__"]
     given = getattr(numba.config, "CACHE_DIR", "")
     if given:
         found.insert(0, Path(given))
     home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-    if home.is_absolute():  # "~" remains where there is no home
+    if home.is_absolute():  # without a home folder, "~" is not replaced
         found.append(home / "flexcp")
     return tuple(folder / f"flexcp-{_digest(source)}" for folder in found)
 
 
 @cache
 def _digest(source: Path) -> str:
-    """Changes with any loop of the package, this file, Python and Numba: compiled code has others' code inside."""
+    """Return a digest of all compiled source files of the package, this file, and the versions of Python and Numba.
+
+    All files count, because compiled code contains inlined code of other files.
+    """
     versions = f"{sys.implementation.cache_tag} {numba.__version__}"
     files = sorted({source, Path(__file__), *_package(source).rglob("compiled*.py")})
     return hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _package(source: Path) -> Path:
-    """The folder of the outermost package that a source belongs to."""
+    """Return the folder of the outermost package that contains a source file."""
     folder = source.parent
     while (folder.parent / "__init__.py").is_file():
         folder = folder.parent

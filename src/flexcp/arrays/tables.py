@@ -1,6 +1,6 @@
 """Tables: frozen dataclasses whose fields are equally long int64 columns.
 
-Plans are integers in columns, not objects in lists: that keeps planning in milliseconds, hashing trivial, and the file
+Plans consist of integers in columns, not of objects in lists. This keeps planning fast, hashing trivial and the file
 format plain. A table is a dataclass that inherits from :class:`Table` and names its columns.
 """
 
@@ -18,12 +18,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Equally long int64 columns, read-only."""
+    """Base class of tables: equally long, read-only int64 columns."""
 
     def __post_init__(self) -> None:
         size = None
         for name in self.names():
-            # A view, so that the caller's own array stays writable.
+            # Make a view read-only, so that the caller's array stays writable.
             column = np.ascontiguousarray(getattr(self, name), dtype=np.int64).view()
             column.flags.writeable = False
             if size is not None and len(column) != size:
@@ -37,34 +37,34 @@ class Table:
     @classmethod
     @cache
     def names(cls) -> tuple[str, ...]:
-        """The columns' names, in order."""
+        """Return the names of the columns, in order."""
         return tuple(f.name for f in fields(cls))
 
     @classmethod
     def make(cls, rows: int, **columns: Any) -> Self:
-        """A table of ``rows`` rows; numbers are repeated."""
+        """Make a table of ``rows`` rows; a column may be given as one number, which is repeated."""
         return cls(
             **{n: c if isinstance(c := columns[n], np.ndarray) else np.full(rows, c, np.int64) for n in cls.names()}
         )
 
     @classmethod
     def join(cls, parts: list[Self]) -> Self:
-        """The rows of all parts, in order."""
+        """Return a table with the rows of all parts, in order."""
         if not parts:
             return cls.make(0, **dict.fromkeys(cls.names(), 0))
         return cls._of({n: np.concatenate([getattr(p, n) for p in parts]) for n in cls.names()})
 
     def take(self, index: Any) -> Self:
-        """The rows that ``index`` (integers or booleans) selects."""
+        """Return a table of the rows that ``index`` (integers or booleans) selects."""
         if isinstance(index, np.ndarray) and index.dtype == bool:
             if index.all():
-                return self  # nobody can change it
-            index = np.flatnonzero(index)  # looked for once, not in every column
+                return self  # tables are read-only, so no copy is needed
+            index = np.flatnonzero(index)  # once here, instead of once in every column
         return self._of({n: getattr(self, n)[index] for n in self.names()})
 
     @classmethod
     def _of(cls, columns: dict[str, Ints]) -> Self:
-        """A table of new columns that were made from a table's, so they need no look: planning makes hundreds."""
+        """Make a table of columns that were made from those of another table, without checking them, to save time."""
         table = object.__new__(cls)
         for column in columns.values():
             column.flags.writeable = False
@@ -72,9 +72,9 @@ class Table:
         return table
 
     def sorted_by(self, *names: str) -> Self:
-        """The rows in ascending order of the named columns, the first one leading; equal rows keep their order."""
+        """Return a table sorted by the named columns, by the first of them first; equal rows keep their order."""
         return self.take(np.lexsort([getattr(self, n) for n in reversed(names)]))
 
     def matrix(self) -> Ints:
-        """All columns as one ``[columns, rows]`` array."""
+        """Return all columns as one ``[columns, rows]`` array."""
         return np.stack([getattr(self, n) for n in self.names()])

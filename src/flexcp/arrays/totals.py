@@ -1,4 +1,4 @@
-"""Totals: values added up by an index, and how uneven they are."""
+"""Totals: sum up values by an index, and measure how uneven totals are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Ints = NDArray[np.int64]
 
 
 def imbalance(values: Ints) -> float:
-    """Largest over mean; 1 when there is nothing."""
+    """Return the largest value divided by the mean; 1 if all values are 0."""
     total = int(values.sum())
     return float(int(values.max()) * len(values) / total) if total else 1.0
 
 
 def sums(index: Ints, values: Ints, size: int) -> Ints:
-    """``values`` added up by ``index``."""
+    """Return an array of ``size`` sums; entry i is the sum of the values whose index is i."""
     total = np.zeros(size, np.int64)
     np.add.at(total, index, values)
     return total

@@ -1,4 +1,4 @@
-"""The command's entry: registers the commands, and turns a user's mistake into one line and exit code 2."""
+"""Entry of the command: registers the commands, and prints a user's mistake as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from flexcp.cli.shared.command_registry import Commands, UsageError, one_line
 from flexcp.io.terminal_text import visible
 
 COLLECT_EVERY = 200_000
-"""Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""
+"""Objects between garbage collections. Imports make many objects and no garbage;
+collecting would take a tenth of a short command's time.
+"""
 
 app = Commands(
     name="flexcp",
@@ -61,7 +63,7 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def run() -> None:
-    """``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted."""
+    """Run ``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted."""
     gc.set_threshold(COLLECT_EVERY)
     sys.exit(_code())
 
@@ -70,7 +72,7 @@ def _code() -> int:
     try:
         code = app(standalone_mode=False)
     except UsageError as error:
-        if "NoArgs" in type(error).__name__:  # a bare command: its help is the answer
+        if "NoArgs" in type(error).__name__:  # a command without arguments prints its help
             print(error.format_message(), file=sys.stderr)
         else:
             print(f"flexcp: {visible(one_line(error))}", file=sys.stderr)

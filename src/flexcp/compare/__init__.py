@@ -1,1 +1,3 @@
-"""Strategies beside each other: simulated times, advice, and the forms of latent attention."""
+"""Comparisons of strategies by simulated time, advice on whether to change strategy,
+and the forms of latent attention.
+"""

@@ -1,24 +1,23 @@
-"""Advice: what static context parallelism costs on a user's documents, what flexcp would give, and whether to bother.
+"""Advice for a user's documents: the cost of static context parallelism, the gain from flexcp, and whether to change.
 
-The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes
-spread over the data are looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they are what
-``flexcp compare`` says of the same documents:
+The documents are dealt into passes in the order they come, each pass with as many tokens as the ranks hold. A few
+passes spread over the data are simulated with :func:`flexcp.compare.compare.compare`, so the times are the ones that
+``flexcp compare`` prints for the same documents. Several answers are compared:
 
-- *static*: the best static method fixed for the run, documents dealt by tokens: the one that serves all these passes
-  with one degree and is fastest over them; or the one the user has today. Gains are over it;
-- *static by load*: the same, documents dealt by load (``ulysses:8@load``), for those who already deal so;
-- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``). Beside
-  it stands *static in that layout*, the best static method that leaves them there too, fixed for the run: what a swap
-  replaces. Both send what a layout that suits the documents need not send, so a gain over the latter is no gain over
-  *static*;
-- *free*: flexcp places tokens too, as its loader does: ``auto``, which takes the fastest of static and dynamic plans in
-  every pass.
+- *static*: the fastest static method with one degree fixed for all these passes, documents dealt by tokens; or the
+  method the user names as today's. All gains are relative to this answer;
+- *static by load*: the same with documents dealt by load (``ulysses:8@load``), for users whose loader already does so;
+- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``);
+- *static in that layout*: the fastest static method that keeps the contiguous split too, fixed for the run; this is
+  what a swap replaces. A contiguous split makes both move tokens that a better layout would not move, so a gain over
+  this answer is not a gain over *static*;
+- *free*: flexcp places tokens too, as its loader does, with ``auto``, which takes the fastest of static and dynamic
+  plans in every pass.
 
-A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is
-looked at.
+A document that is longer than all ranks together can keep is refused even if its pass is not simulated.
 
-A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change
-something. Where static stays, :mod:`flexcp.compare.why_static` says why.
+The advice is to change something only if the gain exceeds the error of the cost model. If the advice is to stay static,
+:mod:`flexcp.compare.why_static` gives the reason.
 """
 
 from __future__ import annotations
@@ -48,10 +47,11 @@ MOST_PASSES = 3
 
 @dataclass(frozen=True)
 class Question:
-    """What the user trains, on what, and what fits. Without a mask the model's layers have their own.
+    """What the user trains, on which cluster, and how many tokens fit. With ``mask=None`` layers have the model's own
+    masks.
 
-    Cluster and model are those that context parallelism sees; ``divided`` says what tensor parallelism (``tp``) and
-    others made them of.
+    ``cluster`` and ``preset`` describe what context parallelism sees after tensor parallelism (``tp``) and others have
+    divided machine and model; ``divided`` tells in words how they were divided.
     """
 
     preset: Preset
@@ -69,28 +69,28 @@ class Question:
 
     @property
     def micro_batches(self) -> int:
-        """Passes a step takes, so that no rank is over its cap."""
+        """Number of passes in a step, so that no rank exceeds its cap of tokens."""
         return -(-self.tokens_per_step // self.most_tokens)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of one pass that leave ranks room to differ."""
+        """Tokens of one pass, fewer than the ranks could keep, so that ranks may keep different counts."""
         return batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
 
     @property
     def training(self) -> Training:
-        """The step whose time counts."""
+        """The training step whose time is simulated."""
         return Training(self.preset, self.sync, self.overlap_permille, self.tp)
 
     @property
     def masks(self) -> dict[str, tuple[Mask, int]]:
-        """Masks of the layers, with their counts."""
+        """Each mask by name, with the number of layers that have it."""
         return self.preset.masks(self.mask)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A way to run the steps that were looked at: what it is called, its plans, and their simulated steps."""
+    """One way to run the simulated passes: its name, and its plan and simulated step for each pass."""
 
     name: str
     plans: tuple[Plan, ...]
@@ -101,13 +101,15 @@ class Answer:
         return sum(step.total_ns for step in self.steps)
 
     def share(self, part: str) -> float:
-        """Of the whole time, the slowest ranks' ``attention``, ``wait``, ``linear`` or ``sync``."""
+        """Return the slowest ranks' ``attention``, ``wait``, ``linear`` or ``sync`` time
+        as a share of the whole time.
+        """
         return float(sum(getattr(step, f"{part}_ns") for step in self.steps) / max(self.total_ns, 1))
 
     @property
     def uneven(self) -> float:
-        """Of the whole time, what the slowest ranks compute, attention and other layers,
-        beyond the mean of all ranks.
+        """Compute of the slowest ranks (attention and other layers) beyond the mean of all ranks,
+        as a share of the whole time.
         """
         beyond = (
             step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
@@ -116,27 +118,29 @@ class Answer:
 
     @property
     def compute_imbalance(self) -> float:
-        """The worst step's attention over all layers, max / mean over ranks."""
+        """Attention work of the busiest rank over the mean of all ranks, in all layers of the most uneven pass."""
         return max(imbalance(plan.work_of_layers()) for plan in self.plans)
 
     @property
     def busiest_words(self) -> str:
-        """Whose attention :attr:`compute_imbalance` is of, before how many times the mean's it is."""
+        """The words that stand before the number of :attr:`compute_imbalance` in a sentence."""
         return "the busiest does" if len(self.plans) == 1 else "the busiest does, in its most uneven pass,"
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the fullest rank."""
+        """Tokens of the fullest rank in any pass."""
         return max(int(plan.placement.tokens.max()) for plan in self.plans)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated;
-    ``longest_in`` counts the passes with a document of the greatest length, among those simulated and among all.
-    ``by_load`` is static by load,
-    ``in_layout`` static in the layout of the swap; None where none fits. ``left_out`` says which documents at the end
-    are in no pass, in words; it is empty where all are.
+    """All answers for a user's documents.
+
+    ``passes`` is the number of passes that the data makes, of which ``len(static.steps)`` were simulated.
+    ``longest_in`` counts the passes with a document of the greatest length, first among the simulated passes, then
+    among all. ``by_load`` is *static by load* and ``in_layout`` *static in that layout*; either is None if no method
+    fits. ``left_out`` tells in words which documents at the end are in no pass; it is empty if every document is in a
+    pass.
     """
 
     question: Question
@@ -153,36 +157,36 @@ class Advice:
 
     @property
     def margin(self) -> float:
-        """What a gain must exceed to be called one, as a fraction."""
+        """The cost model's error as a fraction; a smaller gain does not count."""
         return self.question.cost.error_permille / 1000
 
     def gain(self, answer: Answer) -> float:
-        """How many times faster than static."""
+        """Return how many times as fast as *static* an answer is."""
         return self.static.total_ns / answer.total_ns
 
     @property
     def baseline(self) -> str:
-        """What gains are over, in words."""
+        """The method that gains are relative to, in words."""
         if self.question.today:
             return f"{self.static.name}, what you use today"
         return f"{self.static.name}, {self.best_static} by tokens"
 
     @property
     def best_static(self) -> str:
-        """Which best static method it is, in words that end before how documents are dealt;
-        of one pass none is fixed for more.
-        """
+        """Description of the best static method, to be followed by "by tokens" or "by load"."""
         scope = "fixed for the run" if len(self.static.steps) > 1 else "of the batch"
         return f"the best static method {scope}, documents dealt"
 
     def sure(self, answer: Answer) -> bool:
-        """Whether the gain exceeds the margin."""
+        """Return whether an answer's gain exceeds the margin."""
         return self.gain(answer) > 1 + self.margin
 
     @property
     def verdict(self) -> str:
-        """``free``, ``swap`` or ``static``: what to use. Only what is sure to gain;
-        the loader only where it adds to a sure swap.
+        """What to use: ``free``, ``swap`` or ``static``.
+
+        A change is recommended only if its gain exceeds the margin, and the loader (``free``) only if it is faster than
+        a swap by more than the margin.
         """
         swap, free = self.swap, self.free
         if swap is not None and self.sure(swap) and swap.total_ns <= free.total_ns * (1 + self.margin):
@@ -198,7 +202,7 @@ class Advice:
 
     @property
     def pays(self) -> str:
-        """Which of swap and loader pays, in a sentence; a gain within the model's error is none that is sure."""
+        """Sentence that tells whether the swap, the loader, both or neither gain more than the cost model's error."""
         swap, free = self.swap, self.free
         loader = f"the loader ({self.gain(free):.2f} times the speed of {self.static.name})"
         if swap is None:
@@ -214,7 +218,9 @@ class Advice:
 
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:
-    """Look at some passes of the data and simulate what they would take."""
+    """Simulate some passes of the data with every kind of answer and return the advice;
+    ``tell`` receives progress messages.
+    """
     refuse_too_long(question, lengths)
     passes = deal(lengths, question)
     looked_at = spread_over(passes, MOST_PASSES)
@@ -248,7 +254,7 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
-    """For data with a document that all ranks together cannot keep."""
+    """Raise ValueError if the data has a document that all ranks together cannot keep."""
     room = question.max_tokens_per_rank * question.cluster.ranks
     longer = [number for number, length in enumerate(lengths) if length > room]
     if longer:
@@ -262,13 +268,13 @@ def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
 
 
 def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
-    """Documents in the order they come, each pass as many as fit."""
+    """Deal documents into passes in the order they come and return the lengths in each pass."""
     most = min(question.most_tokens, -(-question.tokens_per_step // question.micro_batches))
     return cut_batches(lengths, most)
 
 
 def fastest(answers: Sequence[Answer]) -> Answer | None:
-    """The answer of the least time; of nearly equal ones the first."""
+    """Return the fastest answer, or the first of nearly equal ones; None if there is no answer."""
     if not answers:
         return None
     name = first_of_fastest({answer.name: answer.total_ns for answer in answers})
@@ -278,15 +284,15 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
 def answers_of(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
-    """An answer for each strategy that takes all requests, a static one with the one degree
-    that serves all of them best.
+    """Return an answer for each strategy that accepts all requests; a static strategy has the degree that is best for
+    all of them together.
     """
     rows = compare_batches(requests, names, question.rules, tell)
     return [_answer(name, found) for name, found in rows.items()]
 
 
 def _refusal(name: str, requests: Sequence[Request]) -> str:
-    """Why a strategy takes not all requests, for the end of a sentence."""
+    """Return the reason why a strategy refuses one of the requests, in brackets; empty if it accepts all."""
     for request in requests:
         try:
             planned(request, name)
@@ -305,7 +311,7 @@ def _answer(name: str, rows: Sequence[Row]) -> Answer:
 
 
 def request_of(question: Question, batch: Batch) -> Request:
-    """What a planner is asked about a pass."""
+    """Return the planner's request for one pass."""
     training = question.training
     return Request(
         batch,

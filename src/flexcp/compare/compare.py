@@ -1,17 +1,19 @@
-"""Compare: strategies side by side on one batch, or over several, each planned and simulated.
+"""Comparison of strategies on one batch or over several: each strategy is planned and simulated.
 
-A static strategy named without a degree stands for its best degree, found by the closed form
-(:func:`flexcp.schedule.predict.predict`); only that one is simulated. What a strategy refuses is a row with its reason.
-Times are of the whole step that a request describes (:class:`~flexcp.simulator.step_parts.Training`), by which ``auto``
-chooses too; of a request that describes none they are of attention alone, with equal tokens on all ranks, so that no
-strategy wins by leaving a rank without any. Other ``rules`` and measured kernel times are questions about the same
-plans: ``auto`` chooses as in training, by the cost model.
+A static strategy named without a degree stands for its best degree. Degrees are compared by the closed form
+(:func:`flexcp.schedule.predict.predict`), and only the best, or the few that are nearly as good, are simulated. A
+strategy that refuses the request becomes a row with the reason.
 
-Speed-ups have a *baseline* with a name. On one batch it is the best static method *of the batch*, one for documents
-dealt by tokens and one for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one
-method for all its batches. Who compares a few strategies names the other static methods as ``baselines``, so that a
-speed-up is never over a chosen few. Over several batches the baseline is the one method *fixed for the run*
-(:mod:`flexcp.compare.static_choice`).
+If a request describes a training step (:class:`~flexcp.simulator.step_parts.Training`), times are of the whole step,
+which is also what ``auto`` minimizes. If it describes none, times are of attention alone, and all ranks keep equal
+numbers of tokens, so that no strategy wins by leaving a rank without tokens. Other ``rules`` and measured kernel times
+change only the simulation: ``auto`` still chooses by the cost model, as in training.
+
+Every speed-up names its *baseline*. On one batch the baselines are the best static method *of the batch* with documents
+dealt by tokens, and the best with documents dealt by load (``zigzag@load``). These are oracles, because a training run
+keeps one method for all its batches. A comparison of a few strategies should pass the other static methods as
+``baselines``, so that speed-ups are still relative to the best of all. Over several batches the baseline is the one
+method *fixed for the run* (:mod:`flexcp.compare.static_choice`).
 """
 
 from __future__ import annotations
@@ -39,20 +41,22 @@ from flexcp.simulator.training import Ints, Simulation, simulate
 
 STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
-"""What is compared unless told."""
+"""The strategies that are compared by default."""
 NEAR_PERCENT = 15
-"""Degrees of a static method whose times in closed form differ by no more than this, about its error,
-are told apart by simulation.
+"""Percent by which the closed form may err:
+degrees of a static method whose predicted times are this close are simulated.
 """
 MOST_SIMULATED = 3
 Compute = Callable[[Plan, int, bool], Ints]
 ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
-"""A token costs nothing besides attention."""
+"""A model in which a token costs no time besides attention."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One strategy: its name with its degree, planned and simulated; or why it refused."""
+    """One strategy (its name includes its degree) with its simulated plan,
+    or with the reason why it refused the request.
+    """
 
     name: str
     planning_ms: float = 0.0
@@ -66,33 +70,33 @@ class Row:
 
     @property
     def by_load(self) -> bool:
-        """Whether it is a static method that deals documents by load."""
+        """Whether this is a static method that deals documents by load."""
         return deals_by_load(self.name)
 
     @property
     def ns(self) -> int:
-        """Simulated nanoseconds: of the step, or of attention alone."""
+        """Simulated nanoseconds of the step, or of attention alone if the request describes no training step."""
         assert self.simulation is not None
         step = self.simulation.step
         return self.simulation.attention_ns if step is None else step.total_ns
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of one layer, forward and backward, the mean of all layers."""
+        """Bytes moved in one layer, forward and backward: the mean over all layers."""
         assert self.simulation is not None
         return bytes_a_layer(self.simulation.plan)
 
     @property
     def work_imbalance(self) -> float:
-        """Largest over mean of attention's pairs over all layers."""
+        """Attention work (pairs in all layers) of the busiest rank over the mean of all ranks."""
         assert self.simulation is not None
         return imbalance(self.simulation.plan.work_of_layers())
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All rows, and what was asked; ``baselines`` are further static methods,
-    which only the choice of the best looks at.
+    """The rows of a comparison with their request; ``baselines`` are rows of further static methods,
+    used only as baselines.
     """
 
     request: Request
@@ -116,24 +120,24 @@ class Comparison:
 
     @property
     def added(self) -> list[Row]:
-        """The best static methods that are in no row: what speed-ups are over although nobody asked for it."""
+        """Baselines of the speed-ups that are not among ``rows`` and are therefore shown in addition."""
         return [
             row for row in (self.best_static, self.best_static_by_load) if row is not None and row in self.baselines
         ]
 
     @property
     def shown(self) -> list[Row]:
-        """What a table shows: rows with a time and the baselines of their speed-ups, the fastest first."""
+        """Rows of a printed table: all with a time and the baselines of their speed-ups, the fastest first."""
         return _by_time((*self.rows, *self.added))
 
     def speed_up(self, row: Row, by_load: bool = False) -> float | None:
-        """The time of the best static method of the batch, dealt by tokens or by load, over this one's."""
+        """Return the time of the best static method (dealt by tokens, or by load) over the time of ``row``."""
         best = self.best_static_by_load if by_load else self.best_static
         return None if best is None else best.ns / row.ns
 
     @property
     def predict_error(self) -> float:
-        """The largest relative difference of the closed form to the simulated time, over what is shown."""
+        """The largest relative difference between closed form and simulation among the shown rows."""
         return max((abs(_predicted_ns(row) / row.ns - 1) for row in self.shown), default=0.0)
 
 
@@ -146,11 +150,11 @@ def compare(
     search: bool = True,
     baselines: Sequence[str] = (),
 ) -> Comparison:
-    """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next.
+    """Plan and simulate every strategy of ``names``; ``on_row`` is called with each name before its turn.
 
-    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place. Without ``search``
-    a static strategy without a degree is the one over all ranks, as in a plan, instead of the best degree.
-    ``baselines`` are static strategies that speed-ups are over where they are the fastest, in rows or not.
+    ``compute(plan, mask, backward)`` returns kernel times ``[rank, slot]`` that replace the cost model's. Without
+    ``search``, a static strategy named without a degree is divided over all ranks instead of taking its best degree.
+    ``baselines`` are further static strategies that speed-ups may be relative to, even if they are not in ``names``.
     """
     request = _asked(request)
 
@@ -171,8 +175,8 @@ def compare_batches(
     rules: Rules = Rules(),  # noqa: B008 - immutable
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Row]]:
-    """Rows of every strategy that takes all requests, one for each request;
-    a static one with the one degree that serves all best.
+    """Return, for every strategy that accepts all requests, one row per request. A static strategy named without a
+    degree has the one degree that is best for all requests together.
     """
     tell(f"choosing degrees for {len(requests)} passes")
     asked = [_asked(request) for request in requests]
@@ -191,16 +195,16 @@ def compare_batches(
 
 
 def method_of(name: str) -> str:
-    """A strategy's name without its degree and without how it deals documents."""
+    """Return a strategy's name without its degree and its dealing: ``zigzag:4@load`` becomes ``zigzag``."""
     return name.partition("@")[0].partition(":")[0]
 
 
 def common_degree(requests: Sequence[Request], name: str) -> str | None:
-    """Of a static strategy named without a degree, the one degree that serves all requests in the least time;
-    None if none does.
+    """Return the name of a static strategy with the one degree that takes the least time over all requests.
 
-    Degrees are priced in closed form, and those near the least are simulated. The name is for :func:`compare` without
-    ``search``. Any other name is its own answer.
+    Degrees are compared by the closed form, and those near the least time are simulated. The result is None if no
+    degree accepts all requests. A name that already has a degree, or that is no static strategy, is returned as it is.
+    The returned name is meant for :func:`compare` with ``search=False``.
     """
     if not _is_searched(name):
         return name
@@ -217,7 +221,9 @@ def common_degree(requests: Sequence[Request], name: str) -> str | None:
 
 
 def attention_only(request: Request) -> Request:
-    """The same batch where nothing but attention costs time, with equal tokens."""
+    """Return the same request with a cost model in which only attention takes time,
+    and with equal tokens on all ranks.
+    """
     free = request.layout is None
     return replace(request, cost=without_linear(request.cost), equal_tokens=free, training=None)
 
@@ -227,13 +233,15 @@ def _asked(request: Request) -> Request:
 
 
 def without_linear(cost: CostModel) -> CostModel:
-    """A cost model in which a token costs nothing besides attention."""
+    """Return the cost model with a token costing nothing besides attention."""
     return replace(cost, model=ATTENTION_ONLY)
 
 
 def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan]:
-    """A strategy's plan, and its name with the degree that was taken; raises :class:`Refused` where it refuses."""
-    if name == "auto":  # which schedules what it simulates
+    """Plan a strategy and return its name with its degree, and the plan;
+    raises :class:`Refused` if the strategy refuses.
+    """
+    if name == "auto":  # auto_plan has scheduled the plan already, to simulate it
         return name, auto_plan(request)
     name, placement = _placed(request, name) if search else (name, _place(request, name))
     return name, _scheduled(request, placement, name)
@@ -269,7 +277,7 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
     refusals: list[str] = []
     placements = list(_degrees(request, name, refusals))
     if not placements:
-        # Degrees that cannot suit were not tried; the one over all ranks says why, where it does not run.
+        # ``_degrees`` skips degrees that cannot run. The degree over all ranks is tried here for its reason.
         try:
             return name, _place(request, name)
         except Refused as refusal:
@@ -281,16 +289,14 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
 
 
 def _near(priced: list[tuple[int, str]]) -> list[str]:
-    """The degrees worth simulating: those whose price in closed form is near the least, a few of them,
-    the cheapest first.
-    """
+    """Return the cheapest degrees whose price by the closed form is near the least, at most MOST_SIMULATED of them."""
     ordered = sorted(priced, key=lambda found: found[0])
     most = ordered[0][0] * (100 + NEAR_PERCENT) // 100
     return [name for ns, name in ordered[:MOST_SIMULATED] if ns <= most]
 
 
 def _is_searched(name: str) -> bool:
-    """Whether a name stands for several degrees."""
+    """Return whether a name stands for several degrees."""
     return name.removesuffix(BY_LOAD) in STATIC and method_of(name) != "dp"
 
 
@@ -300,8 +306,8 @@ def _place(request: Request, name: str) -> Placement:
 
 
 def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> Iterator[tuple[int, str, Placement]]:
-    """The degrees that can run: predicted time, name, placement. Why others refuse goes into ``refusals``,
-    where given.
+    """Yield (predicted time, name, placement) for every degree that can run;
+    append the reasons of others to ``refusals``.
     """
     dealing = BY_LOAD if deals_by_load(name) else ""
     for method in static_methods(request):

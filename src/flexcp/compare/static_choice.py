@@ -1,9 +1,9 @@
-"""The static method that a user would configure: one method and degree for all batches of a run.
+"""The choice of one static method and degree for all batches of a run, as a user would configure it.
 
-The best static method *of a batch* is another one in every batch, which no training run has. What a run can have is the
-best single one, chosen once: documents are cut into batches in the order they come, some batches spread over the data
-are looked at, and every static method, in the one degree that serves all of them best by the closed form, is simulated
-on each. The least total wins.
+The best static method *of a batch* differs from batch to batch, but a training run can use only one. It is chosen once:
+documents are cut into batches in the order they come, and some batches spread over the data are taken. Every static
+method gets the one degree that is best for these batches by the closed form, and is simulated on each. The method with
+the least total time is chosen.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from flexcp.simulator.step_parts import layers_alone
 
 BATCHES = 4
 DEALINGS = {"tokens": STATIC, "load": STATIC_BY_LOAD}
-"""The static methods, by how they deal documents to groups."""
+"""The static methods, by the way they deal documents to groups."""
 
 
 @dataclass(frozen=True)
 class StaticChoice:
-    """``strategy`` is the fastest over the ``batches`` that were looked at,
-    ``times_ns`` the simulated totals of all that could run.
-    """
+    """The fastest static method over some batches, with the simulated total times of all methods that could run."""
 
     strategy: str
     dealing: str
@@ -39,7 +37,7 @@ class StaticChoice:
 
     @property
     def words(self) -> str:
-        """What a speed-up over it is over."""
+        """Description of the chosen method as a baseline of speed-ups."""
         return f"{self.strategy}, the best static method fixed for the run, documents dealt by {self.dealing}"
 
 
@@ -53,15 +51,15 @@ def choose_static(
     batches: int = BATCHES,
     **planner: Any,
 ) -> StaticChoice:
-    """The best single static method and degree for a run over documents of these lengths:
-    what speed-ups of a run should be over.
+    """Choose the best single static method and degree for a run over documents of these lengths:
+    the right baseline for speed-ups of a run.
 
-    ``lengths`` are those of a data set in the order they come; a batch has as many tokens as leave the ranks room, and
-    ``batches`` of them, spread over the data, are simulated: all layers forward and backward, or the step of
-    ``training=`` where that is given; a last batch that is less than half full is left out. ``dealing`` is how
-    documents go to the groups of a method, by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or by
-    ``"load"`` as in WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``,
-    ``head_dim``, ``cluster``, ``model``, and so on.
+    ``lengths`` are the document lengths of a data set in order. They are cut into batches that leave ranks some room,
+    and ``batches`` of them, spread over the data, are simulated: all layers forward and backward, or the step that
+    ``training=`` describes. A last batch that is less than half full is left out. ``dealing`` is how documents go to
+    the groups of a method: by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or by ``"load"`` as in
+    WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``, ``head_dim``, ``cluster``,
+    ``model``, and so on.
 
     >>> from flexcp.clusters import cluster
     >>> choose_static([4096] * 64, max_tokens_per_rank=8192, heads=8, kv_heads=2, cluster=cluster("h100:1x4")).strategy
@@ -94,7 +92,7 @@ def fixed_static(
     dealing: str = "tokens",
     rules: Rules = Rules(),  # noqa: B008 - immutable
 ) -> StaticChoice:
-    """The static method, in one degree, of the least simulated time over all requests."""
+    """Return the static method, with one degree, that has the least simulated time over all requests."""
     if dealing not in DEALINGS:
         raise ValueError(f"dealing is how documents go to groups, {' or '.join(map(repr, DEALINGS))}; got {dealing!r}")
     rows = compare_batches(requests, DEALINGS[dealing], rules)
@@ -108,7 +106,7 @@ def fixed_static(
 
 
 def first_of_fastest(times_ns: Mapping[str, int]) -> str:
-    """The name of the least time; of nearly equal ones the first."""
+    """Return the name with the least time, or the first of names whose times differ by less than a thousandth."""
     best = next(iter(times_ns))
     for name, ns in times_ns.items():
         if ns * 1000 < times_ns[best] * 999:
@@ -117,6 +115,6 @@ def first_of_fastest(times_ns: Mapping[str, int]) -> str:
 
 
 def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
-    """Some passes, evenly spread over all."""
+    """Return at most ``number`` passes, evenly spread over all."""
     take = min(number, len(passes))
     return [passes[i * len(passes) // take] for i in range(take)]

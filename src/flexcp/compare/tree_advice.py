@@ -1,8 +1,8 @@
-"""Tree advice: what trees save over the same sequences as documents of their own, in tokens, in attention,
-and in simulated time.
+"""Advice on trees: what they save compared with the same sequences as separate documents,
+in tokens, attention and simulated time.
 
-Both sides are dealt into passes of the same size and planned by ``auto``; of each some passes are simulated, and the
-data's time is theirs by tokens.
+Both forms are dealt into passes of the same size and planned by ``auto``. Some passes of each are simulated, and their
+time is scaled by tokens to all of the data.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from flexcp.masks import Mask, area, causal, tree, tree_under, window_of, window
 
 @dataclass(frozen=True)
 class Side:
-    """The data one way: documents, tokens, pairs of query and key in a causal layer, passes,
-    and the simulated time of all of them.
+    """The data in one form, as trees or as separate sequences.
+
+    ``pairs`` are the (query, key) pairs of a causal layer; ``total_ns`` is the simulated time of all passes;
+    ``strategy`` names what ``auto`` chose.
     """
 
     documents: int
@@ -37,23 +39,23 @@ class Side:
 
 @dataclass(frozen=True)
 class TreeAdvice:
-    """Trees beside separate sequences."""
+    """The data as trees and as separate sequences, side by side."""
 
     trees: Side
     separate: Side
 
     @property
     def saved(self) -> int:
-        """Tokens that trees do without."""
+        """Number of tokens that trees save."""
         return self.separate.tokens - self.trees.tokens
 
     @property
     def gain(self) -> float:
-        """How many times as fast trees are, simulated."""
+        """Simulated speed of the trees over that of separate sequences."""
         return self.separate.total_ns / self.trees.total_ns
 
     def words(self) -> list[str]:
-        """For a terminal."""
+        """Return the advice as sentences for a terminal."""
         a, b = self.trees, self.separate
         return [
             f"{a.documents:,} trees hold {b.documents:,} sequences: {a.tokens:,} tokens in the place of {b.tokens:,}, "
@@ -65,8 +67,9 @@ class TreeAdvice:
 
 
 def read_trees(path: Path) -> list[Mask] | None:
-    """The trees of a file of JSON lines with ``parents`` and ``lengths`` (and ``ends``);
-    None for a file that does not begin so.
+    """Read trees from a file of JSON lines with ``parents``, ``lengths`` and optionally ``ends``.
+
+    Returns None if the file is not of that kind, judged by its suffix and first line.
     """
     if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
         return None
@@ -87,7 +90,7 @@ def read_trees(path: Path) -> list[Mask] | None:
 
 
 def advise_trees(question: Question, trees: Sequence[Mask], tell: Callable[[str], None] = lambda _: None) -> TreeAdvice:
-    """Simulate both."""
+    """Simulate the trees and the same sequences as separate documents."""
     sequences = []
     for mask in trees:
         found = tree_under(mask, mask.length or 0)
@@ -97,7 +100,7 @@ def advise_trees(question: Question, trees: Sequence[Mask], tell: Callable[[str]
 
 
 def _side(question: Question, documents: Sequence[Mask | int], tell: Callable[[str], None]) -> Side:
-    """Documents are trees, or lengths of plain ones."""
+    """Simulate one form of the data; ``documents`` are trees, or lengths of plain documents."""
     lengths = [d if isinstance(d, int) else int(d.length or 0) for d in documents]
     rules = [causal() if isinstance(d, int) else d for d in documents]
     cut = deal(lengths, question)
@@ -120,7 +123,7 @@ def _side(question: Question, documents: Sequence[Mask | int], tell: Callable[[s
 
 
 def _in_layer(rules: Sequence[Mask], layer: Mask) -> list[Mask]:
-    """The documents' masks in a layer that is causal or has a window."""
+    """Return the documents' masks in a layer whose own mask is causal or a window."""
     left = window_of(layer)
     if left is None and layer != causal():
         raise ValueError(f"trees have causal masks and windows, and the mask {layer} is neither; leave --mask out")

@@ -1,10 +1,10 @@
-"""Why the advice is to stay static: a clause that follows from the times that were simulated.
+"""The reason for the advice to stay static, as a clause made from the simulated times.
 
-What a plan takes beyond perfectly divided compute has four parts, which add up: compute of its slowest rank beyond the
-mean of all ranks (*uneven*), *waiting* for other ranks and their transfers, exposed gradient *sync*, and work that
-perfectly divided compute does not have (*overhead*: row tiles that multiply where documents are cut, compute slowed by
-transfers beside it, collectives of tensor parallelism). The clause gives those of the static method and of the best
-plan, and the way out is the one for the largest part that the best plan still has.
+The time of a plan beyond perfectly divided compute has four parts: compute of its slowest rank beyond the mean of all
+ranks (*uneven*); *waiting* for other ranks and their transfers; exposed gradient *sync*; and *overhead*, work that
+perfectly divided compute does not have (more row tiles where documents are cut, compute slowed by simultaneous
+transfers, collectives of tensor parallelism). The clause lists these parts for the static method and for the best plan,
+and ends with a remedy for the largest part of the best plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from flexcp.compare.advice import Advice, Answer
 
 SMALL_SHARE = 0.05
-"""Attention under this share of the step leaves nothing to gain."""
+"""If attention takes less than this share of the step, there is nothing to gain."""
 
 WAY_OUT = {
     "uneven": (
@@ -22,11 +22,11 @@ WAY_OUT = {
     "sync": "more tokens a pass would hide more of the gradient sync",
     "overhead": "no plan that was looked at takes that away",
 }
-"""What would help against the largest part of what a plan loses."""
+"""Remedies, by the largest part of a plan's lost time."""
 
 
 def why_static(advice: Advice) -> str:
-    """Why nothing is to be gained beyond the cost model's error, as far as can be told; to be read behind "because"."""
+    """Return why no gain exceeds the cost model's error, as a clause to be read after "because"."""
     static, bound = advice.static, max(advice.bound_ns, 1)
     if advice.question.cluster.ranks == 1:
         return "there is one rank, so nothing has to be divided"
@@ -60,10 +60,11 @@ def why_static(advice: Advice) -> str:
 
 
 def losses(answer: Answer, bound_ns: int) -> dict[str, float]:
-    """What an answer takes beyond perfectly divided compute, as shares of its time.
+    """Return the parts of an answer's time beyond perfectly divided compute, as shares of its whole time.
 
-    They add up to all of it, unless the slowest rank computes less than the mean and waits for the others: then waiting
-    and sync, which are those of the answer wherever it is shown, are more.
+    The parts add up to the whole loss, except when the slowest rank computes less than the mean and waits for the
+    others. Waiting and sync are then not reduced, so that they agree with what is shown elsewhere, and the sum is
+    larger.
     """
     waiting, sync = answer.share("wait"), answer.share("sync")
     computed = max(0.0, 1 - bound_ns / max(answer.total_ns, 1) - waiting - sync)

@@ -1,6 +1,7 @@
-"""Data: where lengths come from, and the loader that turns a dataset into planned steps.
+"""Data: the loader that turns a dataset into planned steps, and functions that read document lengths.
 
-:class:`Loader` is the door. Names load on first use, because a planner process needs this package without torch.
+:class:`Loader` is the main class. Names load on first use, so that planner processes can import this package without
+importing torch.
 """
 
 from __future__ import annotations

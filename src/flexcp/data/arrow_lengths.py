@@ -1,5 +1,6 @@
-"""Lengths of a Hugging Face dataset, from its Arrow columns, without decoding a sample.
-Needs ``datasets`` (``pip install flexcp[datasets]``).
+"""Arrow lengths: read the document lengths of a Hugging Face dataset from its Arrow columns, without decoding samples.
+
+This needs the package ``datasets`` (``pip install flexcp[datasets]``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ NAMES = ("tokens", "input_ids")
 
 
 def dataset_lengths(dataset: Any, column: str | None = None) -> Ints:
-    """Tokens of every row of a ``datasets.Dataset``: of ``column`` (``tokens`` or ``input_ids`` unless given), a list
-    column or one of numbers.
+    """Return the number of tokens of every row of a ``datasets.Dataset``.
+
+    ``column`` holds lists of tokens, or lengths as numbers; by default it is ``tokens`` or ``input_ids``.
     """
     names = list(dataset.column_names)
     if column is None:

@@ -1,9 +1,9 @@
-"""Cut trees: sequences that share their beginnings, as several trees where one would be too large.
+"""Cut trees: divide sequences with common beginnings into several trees if one tree would be too large.
 
-A tree is cut between its sequences, so that every sequence is whole and in exactly one part, and losses over sequences
-are what they were. What a part shares with an earlier one is in both. In the order of the tree neighbours share the
-most, so a part is a range of that order, as many sequences as fit; where several places to end it are good, the one
-with the least shared there: that is repeated.
+A tree is cut between its sequences: every sequence is whole and in exactly one part, so losses over sequences do not
+change. Tokens that a part shares with an earlier part are in both. When the sequences are sorted by their tokens,
+neighbours share the most, so a part is a range of this order with as many sequences as fit. Of several good places to
+end a part, the one is taken where the neighbouring sequences share the fewest tokens, because these are repeated.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TreePart:
-    """Sequences of a tree, by their numbers in order, and how many tokens of theirs an earlier part has too."""
+    """A part of a tree: the numbers of its sequences in ascending order, and how many tokens earlier parts have too."""
 
     sequences: list[int]
     repeated: int = 0
 
 
 def parts_that_fit(sequences: Sequence[Ints], least_shared: int, most: int | None) -> list[TreePart]:
-    """All sequences in trees of at most ``most`` tokens, in one where it fits;
-    a sequence longer than that is a part of its own.
+    """Divide sequences into trees of at most ``most`` tokens; all are one part if they fit, or if ``most`` is None.
+
+    A sequence of more than ``most`` tokens is a part of its own.
     """
     everything = list(range(len(sequences)))
     if most is None or _tokens(sequences, everything, least_shared) <= most:
@@ -47,12 +48,14 @@ def parts_that_fit(sequences: Sequence[Ints], least_shared: int, most: int | Non
 
 
 def _ranges(sequences: Sequence[Ints], least_shared: int, most: int) -> list[list[int]]:
+    """Sort the sequences by their tokens and cut this order into parts that fit; return their numbers."""
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].tolist())
     found: list[list[int]] = []
     while order:
         count = max(1, _fitting(sequences, order, least_shared, most))
         if count < len(order):
-            # Of the ends that leave at least half of what fits, where neighbours share least; of equal ones the last.
+            # Consider the ends that keep at least half of the sequences that fit, and take the one where neighbours
+            # share the fewest tokens; of equally good ones, the last.
             ends = range(count, (count - 1) // 2, -1)
             count = min(ends, key=lambda end: (_shared(sequences[order[end - 1]], sequences[order[end]]), -end))
         found.append(order[:count])
@@ -61,17 +64,21 @@ def _ranges(sequences: Sequence[Ints], least_shared: int, most: int) -> list[lis
 
 
 def _fitting(sequences: Sequence[Ints], order: list[int], least_shared: int, most: int) -> int:
-    """How many sequences, in order, are a tree of at most ``most`` tokens: more of them are never fewer tokens."""
+    """Return how many of the first sequences in ``order`` form a tree of at most ``most`` tokens.
+
+    A binary search finds it, because a tree of more sequences never has fewer tokens.
+    """
     counts = range(1, len(order) + 1)
     return bisect_right(counts, most, key=lambda count: _tokens(sequences, order[:count], least_shared))
 
 
 def _tokens(sequences: Sequence[Ints], numbers: list[int], least_shared: int) -> int:
+    """Return the number of tokens of the tree of these sequences."""
     return len(tree_of([sequences[number] for number in numbers], least_shared))
 
 
 def _shared(one: Ints, other: Ints) -> int:
-    """Tokens that two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     both = min(len(one), len(other))
     differ = np.flatnonzero(one[:both] != other[:both])
     return int(differ[0]) if len(differ) else both

@@ -1,8 +1,8 @@
-"""Documents: what planning needs to know of a sample, and the batches made of it.
+"""Documents: what planning needs to know about a sample, and how documents are collected into batches.
 
-A *place* is a position in the order of an epoch. A source (see ``sources.py``) says what lies at a place; here
-consecutive places become a batch of at most ``budget`` tokens. Every rank does this for itself from the same facts, so
-all ranks form the same batches.
+A *place* is a position in the order of an epoch. A source (see ``sources.py``) gives the document at a place; this
+module collects the documents of consecutive places into a batch of at most ``budget`` tokens. Every rank does this for
+itself with the same documents, so all ranks form the same batches.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Document:
-    """A sample as far as planning goes.
+    """The facts about a sample that planning needs.
 
-    ``number`` is its index in a map-style dataset, or its count in a stream. ``reader`` is the rank that holds it
-    (None: whoever needs it reads it), ``valid`` how many of its labels count (None: not known before it is read),
-    ``value_bytes`` what its per-document values take. A document that is ``dropped`` only takes up its place.
-    ``repeated`` tokens are in an earlier part of its tree, too.
+    ``number`` is the index of the sample in a map-style dataset, or its count in a stream. ``length`` is the number of
+    tokens, ``whole`` the number before the document was cut. ``reader`` is the rank that has read the sample (None:
+    every rank that needs it reads it), ``valid`` the number of labels that count (None: not known before it is read),
+    ``value_bytes`` the size of its pickled per-document values. A ``dropped`` document only takes up its place.
+    ``repeated`` is the number of its tokens that an earlier part of its tree also has.
     """
 
     number: int
@@ -42,7 +43,10 @@ class Document:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Token budget of a batch, the most tokens of a document, and what happens to longer ones: refuse, cut or drop."""
+    """The token budget of a batch, the most tokens of a document, and what to do with longer documents.
+
+    ``too_long`` is ``"refuse"`` (an error), ``"cut"`` or ``"drop"``.
+    """
 
     budget: int
     longest: int
@@ -55,14 +59,17 @@ class BatchLimits:
             raise ValueError(f"too_long must be 'refuse', 'cut' or 'drop'; got {self.too_long!r}")
 
     def refusal(self, length: int, where: str) -> str:
-        """What to say about a document that is too long."""
+        """Return the error message for a document that is too long; ``where`` names it."""
         what = f"the budget of {self.budget}" if self.longest == self.budget else f"max_length {self.longest}"
         return f"{where} has {length} tokens, over {what}; raise it, or choose too_long='cut' or 'drop'"
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """A batch to be: its documents, their places, and where the next one begins."""
+    """A batch that is to be planned: its documents, their places, and the place (``end``) where the next batch begins.
+
+    ``dropped`` counts the dropped documents among its places.
+    """
 
     step: int
     documents: tuple[Document, ...]
@@ -75,7 +82,7 @@ class BatchSpec:
         return np.array([d.length for d in self.documents], np.int64)
 
     def take(self, documents: Sequence[int]) -> BatchSpec:
-        """Some of its documents, by their numbers here, as a batch of their own."""
+        """Return a batch of some of the documents; ``documents`` are their numbers in this batch."""
         return replace(
             self,
             documents=tuple(self.documents[d] for d in documents),
@@ -83,14 +90,18 @@ class BatchSpec:
         )
 
     def planner_arguments(self) -> dict[str, Any]:
-        """``mask=`` or ``masks=`` of the planner's call."""
+        """Return the argument ``mask=`` or ``masks=`` for the call of the planner."""
         return planner_masks([d.mask for d in self.documents if d.mask is not None])
 
 
 def next_batch(
     document: Callable[[int], Document | None], place: int, step: int, budget: int, drop_last: bool
 ) -> BatchSpec | None:
-    """The batch that begins at ``place``; None when nothing is left."""
+    """Collect the batch that begins at ``place``; return None at the end of the epoch.
+
+    ``document`` gives the document at a place, None after the last. With ``drop_last``, a last batch that is not full
+    is left out.
+    """
     documents: list[Document] = []
     places: list[int] = []
     tokens = dropped = 0

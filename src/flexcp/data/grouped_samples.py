@@ -1,12 +1,13 @@
-"""Grouped samples: samples that share their beginnings, such as the rollouts of a prompt, as one sample that is a tree.
+"""Grouped samples: merge samples with common beginnings, such as the rollouts of a prompt, into one sample: a tree.
 
-A field of every sample says which belong together. Of a map-style dataset all samples with one value are a tree,
-wherever they stand, in the order of first values; a stream's tree is a run of samples with one value. The grouped
-sample has the tree's token ids, its labels where the loader was told of any, its mask, and the remaining fields of
-every sample as a list: they may differ from sequence to sequence, also where sequences share tokens.
+A field of the samples says which belong together. In a map-style dataset, all samples with the same value form a group,
+wherever they are; groups are in the order of their first samples. In a stream, a group is a run of consecutive samples
+with the same value. The grouped sample has the token ids of the tree, its mask, its labels if the loader has a
+``labels`` field, and a list with the remaining fields of every sample. These may differ from sequence to sequence, even
+for sequences that share tokens.
 
-A tree of more than ``most`` tokens becomes several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its own. Of
-a map-style dataset that takes reading all samples when the loader is made.
+A tree of more than ``most`` tokens is cut into several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its
+own. For a map-style dataset this requires reading all samples when the loader is made.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from flexcp.data.sources import FlatStream, is_map_style
 from flexcp.masks import Mask, causal, tree_of, window_of, windowed
 
 SAMPLES = "samples"
-"""The field of a grouped sample with the other fields of each of its samples."""
+"""The field of a grouped sample that lists the remaining fields of each of its samples."""
 
 
 def grouped(dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None = None) -> Any:
-    """The dataset with samples of equal ``field`` made one, or several where that is over ``most`` tokens: map-style or
-    a stream, as it was.
+    """Return the dataset with the samples of equal ``field`` merged into trees of at most ``most`` tokens.
+
+    The result is map-style if the dataset is, and a stream otherwise.
     """
     if is_map_style(dataset):
         return GroupedSamples(dataset, field, fields, least_shared, most)
@@ -37,7 +39,7 @@ def grouped(dataset: Any, field: str, fields: Fields, least_shared: int, most: i
 
 
 def masks_of_trees(base: Masks) -> Masks:
-    """Masks of grouped samples: their trees, in the windows that ``base`` gives layers."""
+    """Return the masks of grouped samples: their tree, with the windows of the layers in ``base``."""
     named = base.named if base.named is not None else base.one
     if (
         base.function
@@ -46,14 +48,17 @@ def masks_of_trees(base: Masks) -> Masks:
         or base.spans_field
         or named is None
     ):
-        raise ValueError("tree_by makes the masks of documents: leave mask_fn, spans and masks for each document out")
+        raise ValueError("tree_by makes the mask of each document: leave out mask_fn, spans and lists of masks")
     choices = {"": (named, 1)} if isinstance(named, Mask) else dict(named)
     for name, (mask, _) in choices.items():
         if not isinstance(mask, Mask) or (mask != causal() and window_of(mask) is None):
             what = f"the mask {mask} of {name!r}" if name else f"mask={mask}"
-            raise ValueError(f"{what} is neither causal nor a window on what comes before; trees have no other masks")
+            raise ValueError(
+                f"{what} is neither causal nor a window that does not look ahead; trees take no other masks"
+            )
 
     def of_sample(sample: Any) -> MaskChoice:
+        """Return the masks of a grouped sample."""
         tree: Mask = sample[TREE_FIELD]
         found: dict[str, tuple[Mask, int]] = {}
         for name, (mask, layers) in choices.items():
@@ -65,7 +70,7 @@ def masks_of_trees(base: Masks) -> Masks:
 
 
 class GroupedSamples:
-    """A map-style dataset by groups."""
+    """A map-style dataset whose samples are the groups of another map-style dataset."""
 
     def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None) -> None:
         self.dataset, self.fields, self.least_shared, self.field = dataset, fields, least_shared, field
@@ -77,12 +82,15 @@ class GroupedSamples:
             self.groups = [part for group in self.groups for part in self._cut(group.sequences, most)]
 
     def _cut(self, numbers: list[int], most: int) -> list[TreePart]:
+        """Divide the group of these samples into trees of at most ``most`` tokens."""
         samples = [self.dataset[i] for i in numbers]
         parts = _parts(samples, self.field, self.fields, self.least_shared, most, f"sample {numbers[0]}")
         return [TreePart([numbers[i] for i in part.sequences], part.repeated) for part in parts]
 
     def _values(self) -> Iterator[Hashable]:
-        if self.field in (getattr(self.dataset, "column_names", None) or ()):  # of a table, without reading the rest
+        """Yield the value of the group field of every sample."""
+        # A table with columns gives the values without reading the other fields.
+        if self.field in (getattr(self.dataset, "column_names", None) or ()):
             for value in self.dataset[self.field]:
                 yield group_value({self.field: value}, self.field, "")
             return
@@ -99,14 +107,16 @@ class GroupedSamples:
 
 
 class GroupedStream:
-    """A stream by runs of equal groups."""
+    """A stream whose samples are the groups of another stream: runs of samples with the same group value."""
 
     def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None) -> None:
         self.dataset, self.field, self.fields, self.least_shared, self.most = dataset, field, fields, least_shared, most
         self.waiting: list[Any] = []
-        """Samples that were read and not given: the first of the next group, and what is left of a list of samples."""
+        """Samples that were read but not yielded: later parts of the group, the first sample of the next group, and the
+        rest of a list of samples.
+        """
         self.restored: list[Any] = []
-        """Those of a loaded state, until they are read."""
+        """The ``waiting`` samples of a loaded state, until the stream is iterated."""
         if hasattr(dataset, "set_epoch"):
             self.set_epoch = dataset.set_epoch
 
@@ -125,7 +135,7 @@ class GroupedStream:
             yield from self._given(group, [], "the last group")
 
     def _given(self, group: list[Any], behind: list[Any], where: str) -> Iterator[dict[str, Any]]:
-        """The trees of a group; what is not given yet waits before what comes ``behind`` it."""
+        """Yield the trees of a group and keep ``waiting`` up to date; ``behind`` are samples read after the group."""
         parts = _parts(group, self.field, self.fields, self.least_shared, self.most, where)
         for number, part in enumerate(parts):
             later = sorted(i for other in parts[number + 1 :] for i in other.sequences)
@@ -135,18 +145,20 @@ class GroupedStream:
 
 
 class StatefulGroupedStream(GroupedStream):
-    """A stream with a state of its own."""
+    """A :class:`GroupedStream` of a stream with ``state_dict``: the state includes the samples that wait."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream and the samples that wait."""
         return {"stream": self.dataset.state_dict(), "waiting": list(self.waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of :meth:`state_dict`."""
         self.dataset.load_state_dict(state["stream"])
         self.restored = list(state["waiting"])
 
 
 def group_value(sample: Any, field: str, where: str) -> Hashable:
-    """What a sample belongs to."""
+    """Return the value of a sample's group field, or raise if it has none; ``where`` names the sample."""
     if not isinstance(sample, Mapping) or field not in sample:
         has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
         raise ValueError(f"tree_by={field!r} names a field of every sample, and {where} {has}")
@@ -160,21 +172,23 @@ def group_value(sample: Any, field: str, where: str) -> Hashable:
 def _parts(
     samples: list[Any], field: str, fields: Fields, least_shared: int, most: int | None, where: str
 ) -> list[TreePart]:
-    """A group's samples in trees of at most ``most`` tokens."""
+    """Divide the samples of a group into trees of at most ``most`` tokens."""
     if most is None:
         return [TreePart(list(range(len(samples))))]
     return parts_that_fit([ids.numpy() for _, ids in _ids(samples, field, fields, where)], least_shared, most)
 
 
 def _ids(samples: list[Any], field: str, fields: Fields, where: str) -> list[tuple[str, Tensor]]:
+    """Return (name of the token field, token ids) of each sample of a group."""
     return [token_ids(sample, fields, f"{where} of {field!r} {samples[0][field]!r}") for sample in samples]
 
 
 def one_sample(
     samples: list[Any], field: str, fields: Fields, least_shared: int, where: str, repeated: int = 0
 ) -> dict[str, Any]:
-    """Samples of one group as a sample that is a tree; ``repeated`` of its tokens are in an earlier one
-    of the group, too.
+    """Merge the samples of a group, or of a part of a group, into one sample that is a tree.
+
+    ``repeated`` is the number of its tokens that an earlier part of the group also has.
     """
     found = _ids(samples, field, fields, where)
     tree = tree_of([ids.numpy() for _, ids in found], least_shared)
@@ -192,6 +206,7 @@ def one_sample(
 
 
 def _shared_labels(samples: list[Any], paths: list[Any], tokens: int, field: str, where: str) -> Any:
+    """Return the label of each token of a tree, or raise if samples disagree about a token that they share."""
     labels, known = np.zeros(tokens, np.int64), np.zeros(tokens, bool)
     for sample, path in zip(samples, paths, strict=True):
         given = np.asarray(sample[field])

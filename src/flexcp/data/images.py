@@ -1,14 +1,14 @@
-"""Images: documents with images and videos in them, as the two batches that they are.
+"""Images: documents with images and videos, as two batches: one for the language model, one for the image encoder.
 
-The *language* batch is the documents, in which an image or a video is a span of tokens that may see each other. The
-*encoder* batch is the frames of all images and videos, in order of appearance: many small documents of patches with
-full attention. ``merge`` neighbouring patches become one token of the span. Each batch has a plan of its own over the
-same ranks; ``sources`` says where the encoder's rows go.
+The *language* batch holds the documents, in which an image or a video is a span of tokens that see each other. The
+*encoder* batch holds the frames of all images and videos, in order of appearance: each frame is a small document of
+patches with full attention. ``merge`` neighbouring patches become one token of the span. Each batch has its own plan
+over the same ranks; ``sources`` says which rows of the encoder make up which token.
 
 An encoder with windows (Qwen2.5-VL) attends inside squares of ``window`` x ``window`` tokens in most layers, and over
-whole frames in the others. Its stream has the patches of a frame window by window, as the model itself orders them, so
-that a window is a range of rows and both kinds of layers are masks of one plan: ``encoder_order`` is that order,
-``encoder_masks`` are the masks.
+whole frames in the others. The encoder batch then holds the patches of a frame window by window, in the order of the
+model itself, so that a window is a range of rows. Both kinds of layers are masks of one plan. ``encoder_order`` gives
+the order of the patches and ``encoder_masks`` the masks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Span:
-    """An image or a video in a document: its tokens ``start..stop``, and the frames that attend alone in the encoder.
+    """An image or a video in a document: its tokens ``start..stop`` and its number of frames.
 
-    ``width`` is the patches in a row of a frame, which only encoders with windows need.
+    In the encoder a frame attends only to itself. ``width`` is the number of patches in a row of a frame; only encoders
+    with windows need it.
     """
 
     start: int
@@ -42,10 +43,10 @@ class Span:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches, a square of them,
-    make a token.
+    """Documents of ``lengths`` tokens with the images and videos ``spans[document]``.
 
-    ``window`` is the side, in tokens, of the squares that most layers of the encoder attend in; 0 where it has none.
+    A square of ``merge`` patches makes a token. ``window`` is the side, in tokens, of the squares inside which most
+    layers of the encoder attend; 0 for an encoder without windows.
     """
 
     lengths: tuple[int, ...]
@@ -61,16 +62,18 @@ class ImageBatch:
             for span in spans:
                 if not end <= span.start < span.stop <= n:
                     raise ValueError(
-                        f"{span} does not lie in document {document} of {n} tokens after token {end}; spans ascend"
+                        f"{span} must lie in document {document} of {n} tokens and begin at token {end} or later; "
+                        "spans are in ascending order"
                     )
                 if span.frames < 1 or (span.stop - span.start) * self.merge % span.frames:
                     patches = (span.stop - span.start) * self.merge
-                    raise ValueError(f"{span} has {patches} patches, which are no {span.frames} frames of equal size")
+                    raise ValueError(f"{span} has {patches} patches, which {span.frames} equal frames cannot have")
                 if self.window:
                     self._check_width(span)
                 end = span.stop
 
     def _check_width(self, span: Span) -> None:
+        """Raise unless the frames of a span consist of whole rows of ``span.width`` patches."""
         tokens = (span.stop - span.start) // span.frames
         across = span.width // isqrt(self.merge)
         if across < 1 or span.width % isqrt(self.merge) or tokens % across:
@@ -81,14 +84,14 @@ class ImageBatch:
 
     @property
     def encoder_lengths(self) -> list[int]:
-        """Patches of every frame."""
+        """The number of patches of every frame."""
         found: list[int] = []
         for span in (s for spans in self.spans for s in spans):
             found += [(span.stop - span.start) * self.merge // span.frames] * span.frames
         return found
 
     def encoder_masks(self) -> dict[str, list[Mask]]:
-        """The frames' masks by kind of layer, ``"full"`` and, where the encoder has windows, ``"window"``."""
+        """Return the masks of the frames for each kind of layer: ``"full"`` and, if there are windows, ``"window"``."""
         found = [full()] * len(self.encoder_lengths)
         if not self.window:
             return {"full": found}
@@ -96,7 +99,10 @@ class ImageBatch:
         return {"full": found, "window": tiles}
 
     def encoder_order(self) -> Ints:
-        """The patch, counted frame by frame and row of tokens by row, at each row of the encoder's stream."""
+        """Return the patch at each row of the encoder batch.
+
+        Patches are numbered frame by frame, in a frame row by row of tokens.
+        """
         if not self.window:
             return np.arange(sum(self.encoder_lengths))
         orders = [_tiled(*frame, self.window, self.merge)[0] for frame in self._frames()]
@@ -104,7 +110,7 @@ class ImageBatch:
         return np.concatenate([begin[:0], *(order + at for order, at in zip(orders, begin, strict=True))])
 
     def _frames(self) -> list[tuple[int, int]]:
-        """(height, width) in tokens of every frame."""
+        """Return (height, width) of every frame, in tokens."""
         found: list[tuple[int, int]] = []
         for span in (s for spans in self.spans for s in spans):
             across = span.width // isqrt(self.merge)
@@ -112,11 +118,11 @@ class ImageBatch:
         return found
 
     def masks(self) -> list[Mask]:
-        """The documents' masks: causal, with both directions inside a span."""
+        """Return the masks of the documents: causal, and full inside a span."""
         return [modality([(s.start, s.stop) for s in spans]) if spans else causal() for spans in self.spans]
 
     def sources(self) -> Ints:
-        """``[tokens, merge]``: the encoder's rows that make each token of the stream; -1 for text."""
+        """Return ``[tokens, merge]``: the rows of the encoder batch that make up each stream token, -1 for text."""
         found = np.full((sum(self.lengths), self.merge), -1, np.int64)
         begin = row = 0
         for n, spans in zip(self.lengths, self.spans, strict=True):
@@ -133,7 +139,7 @@ class ImageBatch:
 
 @lru_cache(maxsize=1024)
 def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask]:
-    """(Patches of a frame in the order of its windows, the mask under which each sees its window)."""
+    """Return the patches of a frame window by window, and the mask under which each patch sees its window."""
     down, across = (each.reshape(-1) for each in np.mgrid[:height, :width])
     order = np.lexsort((across, down, across // window, down // window))
     number = (down // window * width + across // window)[order]
@@ -146,8 +152,10 @@ def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask
 def with_images(
     lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
 ) -> ImageBatch:
-    """A batch in which each document begins with a little text, then one span of about its share of the tokens,
-    then text again.
+    """Make a batch in which each document is a little text, one span, and text again.
+
+    ``shares[document]`` is the approximate share of the span in the document's tokens, ``frames[document]`` the frames
+    of the span (1 by default).
     """
     spans = []
     for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):

@@ -1,16 +1,16 @@
-"""Lengths: the text forms of ``--lengths``, and named distributions of document lengths.
+"""Lengths: read document lengths from the text forms of ``--lengths``, and draw them from named distributions.
 
 A named distribution is drawn with a token budget and a seed: ``web:131072:0`` is a batch of exactly 131,072 tokens.
-Documents are drawn one after the other, cut at the distribution's longest (``web``: a quarter of the budget, as
-MagiAttention's benchmark does), and the last is cut to fill the budget. Draws are integers from inverse tables or
-rounded from closed forms, the same on every machine.
+Documents are drawn one after the other, each limited to the longest of the distribution (``web``: a quarter of the
+budget, as in MagiAttention's benchmark), and the last is cut to fill the budget. Draws are integers from tables, or
+rounded from closed forms, so they are the same on every machine.
 
-Where the figures come from: ``web`` from 13.5 million web documents in bins published with MagiAttention; ``wikipedia``
-from percentiles of the lengths published with FlexSP; ``libra256k`` and ``libra1m`` from mixtures that reproduce
-Libra's published percentiles; ``lognormal16k`` and ``bimodal`` are block-level FCP's synthetic sets. Our own choices:
-``longalign`` (8K to 64K, like instruction sets of long documents), ``longtail`` (many short, few very long, like
-LongDataCollections), ``video`` (clips of 2K to 128K tokens), ``images`` (encoder documents of 256 to 4,096 tokens),
-``equal`` (all 8,192: the control where nothing is to be gained).
+Sources of the distributions: ``web`` are 13.5 million web documents, in bins published with MagiAttention;
+``wikipedia`` are percentiles of lengths published with FlexSP; ``libra256k`` and ``libra1m`` are mixtures that
+reproduce Libra's published percentiles; ``lognormal16k`` and ``bimodal`` are the synthetic sets of block-level FCP. Our
+own choices are ``longalign`` (8K to 64K, like instruction sets of long documents), ``longtail`` (many short and few
+very long documents, like LongDataCollections), ``video`` (clips of 2K to 128K tokens), ``images`` (encoder documents of
+256 to 4,096 tokens), and ``equal`` (all documents have 8,192 tokens: a control in which no planner can gain anything).
 
 Counts of tokens may be written with a letter, as context lengths are: ``4k`` is 4,096 and ``1m`` is 1,048,576.
 """
@@ -33,12 +33,15 @@ from flexcp.io.plain_values import shown
 Rng = np.random.Generator
 FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
 LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-"""What a letter behind a count of tokens multiplies it by: a context of 4k is 4,096 tokens."""
-JSONL_FIELDS = ("length", "tokens", "input_ids")
+"""The factor for which the letter after a count of tokens stands: 4k is 4,096 tokens."""
+JSONL = (".jsonl", ".ndjson")
+JSONL_FIELDS = ("input_ids", "tokens", "length")
+"""The fields in which a document is searched, in this order: token ids first, as a number may count characters."""
+ADVISE_ALONE = "texts (--tokenizer), other fields (--field), trees and hf: data sets are read by flexcp advise alone"
 SLACK = 8
-"""A batch fills all but one in so many tokens of the ranks."""
+"""A batch leaves one in this many of the ranks' tokens free (see :func:`batch_tokens`)."""
 MOST_DOCUMENTS = 100_000_000
-"""Of ``NxLENGTH``: more is a slip of the keyboard, and would only fill the memory."""
+"""The most documents of ``NxLENGTH``: a larger number is a typing error and would fill the memory."""
 
 _WEB_BINS = (
     (1, 10, 30254),
@@ -93,6 +96,7 @@ _WIKIPEDIA = (
 
 
 def _from_bins(rng: Rng, budget: int) -> int:
+    """Draw a length of ``web``: uniform inside a bin."""
     counts = [c for _, _, c in _WEB_BINS]
     at = int(rng.integers(sum(counts)))
     for low, high, count in _WEB_BINS:
@@ -103,7 +107,7 @@ def _from_bins(rng: Rng, budget: int) -> int:
 
 
 def _from_percentiles(rng: Rng, budget: int) -> int:
-    """Uniform between neighbouring percentiles (in millionths)."""
+    """Draw a length of ``wikipedia``: uniform between neighbouring percentiles, which are in millionths."""
     at = int(rng.integers(1_000_000))
     for (p, low), (q, high) in pairwise(_WIKIPEDIA):
         if at < q:
@@ -112,7 +116,7 @@ def _from_percentiles(rng: Rng, budget: int) -> int:
 
 
 def _lognormals(*parts: tuple[float, float, float], low: int, high: int) -> Callable[[Rng, int], int]:
-    """A mixture of (weight, mu, sigma), clipped."""
+    """Return a function that draws from a mixture of lognormals (weight, mu, sigma), clipped to ``low..high``."""
 
     def draw(rng: Rng, budget: int) -> int:
         u = int(rng.integers(1 << 32)) / (1 << 32)
@@ -127,7 +131,7 @@ def _lognormals(*parts: tuple[float, float, float], low: int, high: int) -> Call
 
 
 def _around(mean: float, sigma: float) -> tuple[float, float]:
-    """(mu, sigma) of a lognormal with the given mean."""
+    """Return (mu, sigma) of a lognormal with the given mean."""
     return math.log(mean) - sigma * sigma / 2, sigma
 
 
@@ -147,7 +151,7 @@ DISTRIBUTIONS: dict[str, Callable[[Rng, int], int]] = {
 
 
 def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
-    """Document lengths of a named distribution that add up to exactly ``tokens``."""
+    """Draw document lengths from a named distribution that add up to exactly ``tokens``."""
     if name not in DISTRIBUTIONS:
         close = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -164,8 +168,9 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
 
 
 def parse_count(word: str) -> int:
-    """A count of tokens: digits, with k for 1,024 or m for 1,048,576 behind them. ValueError, without words,
-    for anything else.
+    """Return a count of tokens, written as digits that k (1,024) or m (1,048,576) may follow.
+
+    Raise a ValueError without a message for any other text; callers add the message.
     """
     match = re.fullmatch(r"([+-]?[0-9]{1,18})([km]?)", word.strip().lower())
     if match is None:
@@ -174,9 +179,11 @@ def parse_count(word: str) -> int:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Document lengths from a text form (see ``FORMS``)."""
+    """Return document lengths from a text form (see ``FORMS``)."""
     if is_lengths_file(text):
         return _read(Path(text.removeprefix("@")))
+    if text.startswith("hf:"):
+        raise ValueError(f"lengths {text!r}: {ADVISE_ALONE}; write {FORMS}")
     name, _, tail = text.partition(":")
     if tail:
         parts = tail.split(":")
@@ -203,20 +210,22 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def is_lengths_file(text: str) -> bool:
-    """Whether a text form names a file: by its ``@``, or because there is a file of that name."""
+    """Return whether a text form names a file: it begins with ``@``, or a file of that name exists."""
     return text.startswith("@") or (not text.isdigit() and _is(text, Path.is_file))
 
 
 def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
-    """Tokens of a batch for ranks that hold so many each, with room left for them to keep different counts."""
+    """Return the tokens of a batch for ranks that hold at most ``max_tokens_per_rank`` each.
+
+    One in :data:`SLACK` tokens is left free, so that ranks can keep different counts.
+    """
     return max(1, max_tokens_per_rank * ranks * (SLACK - 1) // SLACK)
 
 
 def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Documents in the order they come, each batch as many as fit ``most`` tokens;
-    one that is longer is a batch of its own.
+    """Cut documents, in their order, into batches of at most ``most`` tokens; a longer document is a batch of its own.
 
-    What is left at the end is dropped when it fills less than half a batch: it is no typical one.
+    A last batch of less than half of ``most`` is left out, because it is not typical.
     """
     found: list[list[int]] = [[]]
     filled = 0
@@ -230,7 +239,7 @@ def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def left_out_words(lengths: Sequence[int], batches: Sequence[Sequence[int]], batch: str = "batch") -> str:
-    """What :func:`cut_batches` dropped of ``lengths``, in words; none where it dropped nothing."""
+    """Describe the documents of ``lengths`` that :func:`cut_batches` left out; an empty text if it left out none."""
     kept = sum(map(len, batches))
     left = lengths[kept:]
     if not left:
@@ -240,7 +249,10 @@ def left_out_words(lengths: Sequence[int], batches: Sequence[Sequence[int]], bat
 
 
 def _no_length(text: str, word: str) -> str:
-    """Why ``word`` of the lengths ``text`` is none: a missing file and a name without its budget are told as such."""
+    """Return the error message for ``word`` in the lengths ``text``, which is no length.
+
+    A missing file and a distribution without a budget have messages of their own.
+    """
     if text in DISTRIBUTIONS:
         return f"lengths {text!r}: a named distribution needs a token budget and a seed, as in {text}:131072:0"
     if word == text and text and _is(text, Path.is_dir):
@@ -252,21 +264,22 @@ def _no_length(text: str, word: str) -> str:
 
 
 def _is(text: str, kind: Callable[[Path], bool]) -> bool:
+    """Return whether ``text`` is the path of a file or folder, as ``kind`` tests."""
     try:
         return kind(Path(text))
-    except OSError:  # longer than a file name can be: a list
+    except OSError:  # too long for a file name: the text is a list of lengths
         return False
 
 
 def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
-    """Lengths of the documents in a file of one JSON value a line:
-    of ``field``, or of the first of ``JSONL_FIELDS`` there is.
+    """Read document lengths from a file with one JSON value a line.
 
-    The value is a number of tokens, or the tokens themselves; a line that is a number or a list needs no field.
+    A line may be a number of tokens, a list of tokens, or an object that has one of these in ``field`` (by default the
+    first of ``JSONL_FIELDS`` that it has).
     """
     found = []
     try:
-        with Path(path).open() as lines:
+        with Path(path).open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     found.append(_json_length(line, field, f"{path}, line {number}"))
@@ -280,6 +293,7 @@ def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
 
 
 def _json_length(line: str, field: str | None, where: str) -> int:
+    """Return the document length in one line of a JSON lines file; ``where`` names the line in errors."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -288,21 +302,23 @@ def _json_length(line: str, field: str | None, where: str) -> int:
         name = field or next((n for n in JSONL_FIELDS if n in value), "")
         if name not in value:
             raise ValueError(
-                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}"
+                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}: "
+                f"give lengths or lists of token ids; {ADVISE_ALONE}"
             )
         value = value[name]
     if isinstance(value, list):
         return len(value)
     if type(value) is not int:
-        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens")
+        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens; {ADVISE_ALONE}")
     return value
 
 
 def _read(path: Path) -> list[int]:
-    if path.suffix == ".jsonl":
+    """Read document lengths from a file: JSON lines, or one number a line."""
+    if path.suffix in JSONL:
         return jsonl_lengths(path)
     try:
-        lines = path.read_text("utf-8-sig").splitlines()  # spreadsheets begin files with a byte order mark
+        lines = path.read_text("utf-8-sig").splitlines()  # files from spreadsheets begin with a byte order mark
     except OSError as error:
         raise ValueError(f"cannot read lengths from {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -1,18 +1,19 @@
-"""Loader: a dataset of variable-length samples as planned steps.
+"""Loader: turn a dataset of variable-length samples into planned steps.
 
     loader = flexcp.data.Loader(dataset, planner, budget=131_072, group=mesh["cp"], shuffle=True)
     for batch in loader:                                     # one epoch; each rank gets its own part of every batch
         logits = model(batch.tokens, batch.positions, batch.step)
         loss   = cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
 
-The way of a batch: a source says what lies at the next places (``sources.py``), ``next_batch`` fills the budget, the
-pool plans it while earlier steps train (``planning_pool.py``, ``plan_sharing.py``), and when its turn comes the plan is
-bound and this rank's rows are read or received (``row_sharing.py``). The loader has one place, moved when a batch is
-handed out; everything ahead of it is remade from that place, so a state is small, and look-ahead, number of workers and
+A batch is made in four steps. A source gives the documents at the next places of the epoch (``sources.py``);
+``next_batch`` collects documents up to the token budget; planner processes plan the batch while earlier steps train
+(``planning_pool.py``, ``plan_sharing.py``); and when the batch is due, its plan is bound and this rank's rows are read
+or received (``row_sharing.py``). The state of a loader is its place in the epoch, which moves on when a batch is
+handed out. Everything ahead of this place can be made again, so a state is small, and look-ahead, number of workers and
 number of ranks may change from run to run.
 
-All ranks of the group make the loader with the same arguments and take the same steps. Nothing here runs in a thread of
-the training process but waiting for planner processes.
+All ranks of the group make the loader with the same arguments and take the same steps. The only threads in the training
+process are those that wait for planner processes.
 """
 
 from __future__ import annotations
@@ -68,51 +69,49 @@ class Loader:
     """Batches of a dataset, planned ahead; iterate it once per epoch.
 
     ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a
-    mapping of fields, or its token ids alone; see ``samples.py`` for how fields are told apart, and ``tokens``,
-    ``labels``, ``spans``, ``document_fields`` to name them.
+    mapping of fields, or its token ids alone. ``tokens``, ``labels``, ``spans`` and ``document_fields`` name fields;
+    ``samples.py`` says how the others are told apart.
 
     ``group`` is the ranks that share each batch, as many as the planner is for: a process group or a 1-D DeviceMesh
-    axis. Without one the loader is one rank's own, which is warned of in a run of several ranks unless it is said:
-    ``group="alone"``, for data parallelism, where every rank has samples of its own (a ``DistributedSampler`` says so
-    too).
+    axis. Without a group, the loader is for one rank. In a run of several ranks this gives a warning, unless
+    ``group="alone"`` or a ``DistributedSampler`` says that every rank has its own samples (data parallelism).
 
-    Masks: ``mask`` is one for all documents or, for a map-style dataset, one for each;
-    ``masks={"name": (mask, layers)}`` likewise for several kinds of layers; ``mask_fn(sample)`` returns either;
-    ``spans`` (a field's name, or a list for each document of the dataset) stands for :func:`flexcp.modality` masks.
-    Without any, documents are causal. A sample may be a tree, by its mask.
+    Masks: ``mask`` is one for all documents or, for a map-style dataset, a list with one for each;
+    ``masks={"name": (mask, layers)}`` does the same for several kinds of layers; ``mask_fn(sample)`` returns either;
+    ``spans`` (the name of a field, or a list with the spans of each document) gives :func:`flexcp.modality` masks. By
+    default documents are causal. A mask may make a sample a tree.
 
-    ``tree_by`` names a field, such as a prompt's number, whose equal values make samples one tree: what they begin with
-    alike is held once. Its document has the field ``samples`` with the other fields of each, in order, and
-    ``stats.tokens_saved`` counts what trees do without. Of a stream, samples of one tree come one after the other.
-    ``mask`` or ``masks`` are then causal or windows, which are measured on the path; ``least_shared`` is that of
-    :func:`flexcp.tree_of`. A tree over ``max_length`` with ``too_long="cut"``, or with ``micro_batches`` over what
-    ``max_tokens_per_rank`` leaves all ranks together, is cut between its sequences: each is whole in one of several
-    trees, and ``stats.tokens_repeated`` counts what these hold more than once.
+    ``tree_by`` names a field, such as the number of a prompt; samples with the same value are merged into one tree,
+    which holds their common beginnings once. The tree's document has a field ``samples`` with the other fields of each
+    sample, in order, and ``stats.tokens_saved`` counts the tokens saved. In a stream, the samples of a tree must follow
+    each other. With ``tree_by``, ``mask`` or ``masks`` must be causal or windows, which are measured on the path;
+    ``least_shared`` is that of :func:`flexcp.tree_of`. A tree that is too large is cut between its sequences into
+    several trees, and ``stats.tokens_repeated`` counts the tokens that these hold more than once. It is too large over
+    ``max_length`` if ``too_long="cut"``, and with ``micro_batches`` over ``max_tokens_per_rank`` times the ranks.
 
-    ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) makes a map-style dataset's lengths known without
-    reading it; its own attribute ``lengths`` is used where it has one. With known lengths and masks a rank reads only
+    ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) gives the lengths of a map-style dataset without reading
+    it; by default its attribute ``lengths`` is used, if it has one. With known lengths and masks, a rank reads only the
     documents it keeps tokens of (a rank that keeps none of its first batch reads one to learn the fields). Otherwise
-    each sample is read once by one rank and shared.
+    each sample is read once, by one rank, and shared.
 
-    Batches hold documents in order up to ``budget`` tokens. Documents over ``max_length`` (the budget unless given) are
-    refused, cut to it, or dropped, as ``too_long`` says. ``drop_last`` leaves out the last batch of an epoch unless it
-    is full.
+    Batches hold documents in order up to ``budget`` tokens. ``too_long`` says what happens to documents of more than
+    ``max_length`` tokens (by default the budget): ``"refuse"``, ``"cut"`` or ``"drop"``. ``drop_last`` leaves out the
+    last batch of an epoch unless it is full.
 
-    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). ``share_plans``
-    plans each step on one rank for all; by default every rank plans for itself, but for ``hypergraph`` and ``dcp``,
-    which do not promise the same plan twice. ``patience`` is how many seconds the loop waits for a planner process
-    before it plans by itself, ``timeout`` how long for other ranks. ``plan_options`` go to the planner's call
-    (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With ``micro_batches`` a batch that is over the planner's caps
-    (``max_tokens_per_rank``, ``max_memory_per_rank``) is given out in several parts, as many on every rank, each a
-    :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo group to share samples through where ``group`` is
-    NCCL's.
+    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). With
+    ``share_plans`` each step is planned on one rank for all. By default every rank plans for itself, except with
+    ``hypergraph`` and ``dcp``, which may find different plans on different ranks. ``patience`` is how many seconds the
+    loop waits for a planner process before it plans the step itself, ``timeout`` how long it waits for other ranks.
+    ``plan_options`` are arguments for the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With
+    ``micro_batches``, a batch over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is handed out
+    in several parts, as many on every rank, each a :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo
+    group for sharing samples if ``group`` is an NCCL group.
 
-    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds``, every so many steps the ranks agree on
-    how fast each of them computed, as telemetry measured it, and steps that are not asked for yet are planned with
-    that; the corrections are in :meth:`state_dict`, and a loader that has them plans the same.
+    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds=n``, every n steps the ranks agree on how
+    fast each of them computed, as measured by telemetry, and later steps are planned with these speeds. The corrections
+    are in :meth:`state_dict`, so a loader that loads them makes the same plans.
 
-    Iterating goes on where it stopped: an epoch that was left in the middle is resumed, a finished one is followed by
-    the next.
+    Iterating continues where it stopped: an unfinished epoch is resumed, and a finished one is followed by the next.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class Loader:
         self._closed = False
 
     def _most_of_a_tree(self, planner: PlannerLike, limits: BatchLimits) -> int | None:
-        """Tokens over which a tree is cut; None where it never is."""
+        """Return the most tokens of a tree before it is cut, or None if trees are never cut."""
         cap, pad_to = getattr(planner, "max_tokens_per_rank", None), self.options.get("pad_to") or 1
         room = None if cap is None or not self.micro_batches else cap // pad_to * pad_to * self.peers.size
         return min((n for n in (room, limits.longest if limits.too_long == "cut" else None) if n), default=None)
@@ -208,7 +207,7 @@ class Loader:
         return self._steps(self._iteration)
 
     def _steps(self, iteration: int) -> Iterator[LocalBatch]:
-        """The rest of the epoch. Batches ahead of the one in hand are asked for before it is given out."""
+        """Yield the rest of the epoch; the plans of later batches are ordered before a batch is handed out."""
         self.plans.forget()
         check_same(self._said_by_all(), self.peers)
         self.source.begin(self.epoch, self.place)
@@ -227,14 +226,14 @@ class Loader:
                 place, step = self._look_ahead(ahead, place, step)
                 self.stats.dropped += spec.dropped
                 for batch in batches:
-                    # A step that was left between its micro-batches is done again as a whole.
+                    # The place moves with the last micro-batch: a step that is left before that is repeated as a whole.
                     if batch.micro_batch == len(batches) - 1:
                         self.place, self.step = spec.end, spec.step + 1
                         self.source.release(spec.end)
                     yield batch
                     if iteration != self._iteration:
                         raise RuntimeError(
-                            "this loader is iterated anew or has another state; go on with the new iterator"
+                            "this loader was iterated again or loaded another state; continue with the new iterator"
                         )
                 self.speeds.after(self.epoch, spec.step, step)
         finally:
@@ -243,9 +242,7 @@ class Loader:
         self.epoch, self.place, self.step = self.epoch + 1, 0, 0
 
     def _said_by_all(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by the names that users know;
-        ``place`` is where :meth:`state_dict` says the loader is.
-        """
+        """Return the values that must be the same on all ranks, under the names that users know."""
         limits = self.reading.limits
         return {
             "samples": self._samples(),
@@ -264,7 +261,7 @@ class Loader:
         }
 
     def _refuse_nothing(self) -> None:
-        """An epoch without a batch is a mistake, but for a last batch that is left out."""
+        """Raise if the epoch has no batch, unless ``drop_last`` left out its only one."""
         if self.step or (self.drop_last and self.source.document(0) is not None):
             return
         raise ValueError(
@@ -273,7 +270,7 @@ class Loader:
         )
 
     def _look_ahead(self, ahead: deque[BatchSpec], place: int, step: int) -> tuple[int, int]:
-        """Ask for plans until ``lookahead`` steps, and at least one, wait; where the next batch begins."""
+        """Order plans until ``lookahead`` steps (at least one) are ahead; return place and step of the next batch."""
         while len(ahead) < max(1, self.lookahead):
             spec = next_batch(self.source.document, place, step, self.reading.limits.budget, self.drop_last)
             if spec is None:
@@ -287,7 +284,7 @@ class Loader:
         return place, step
 
     def _local_parts(self, spec: BatchSpec, parts: list[PlannedPart]) -> list[LocalBatch]:
-        """The batch of a step, or its micro-batches with their shares of its labels."""
+        """Return the batch of a step, or its micro-batches; their weights are their shares of the step's labels."""
         found = [self._local(spec.take(part.documents), part) for part in parts]
         labels = sum(int(batch.valid) for batch in found)
         return [
@@ -296,7 +293,7 @@ class Loader:
         ]
 
     def _local(self, spec: BatchSpec, part: PlannedPart) -> LocalBatch:
-        """Bind the plan and bring this rank's rows together."""
+        """Bind the plan of a part, and read or receive this rank's rows."""
         step = bind(part.plan, self.group, self.timeout, self.telemetry, recipe=part.recipe)
         placement, source = part.plan.placement, self.source
         kept = segments(placement, step.rank)
@@ -320,14 +317,14 @@ class Loader:
         return local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
 
     def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
-        """The documents of a batch this rank keeps tokens of."""
+        """Read the documents of a batch that this rank keeps tokens of."""
         held = {d: source.read(spec.documents[d]) for d in np.unique(kept).tolist()}
         if source.schema is None:
             source.read(spec.documents[0])
         return held
 
     def __len__(self) -> int:
-        """Batches of an epoch, where lengths are known."""
+        """Return the number of batches of an epoch; raise TypeError if lengths are not known."""
         if not isinstance(self.source, Known):
             raise TypeError(
                 "the number of batches is not known before the samples are read; give the Loader their lengths"
@@ -338,10 +335,10 @@ class Loader:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch it gave out.
-        Plain values, and for a stream with a state its own and pending samples.
+        """Return where the loader is: after the last batch that it handed out.
 
-        Save rank 0's: it serves every rank, in any number.
+        The state consists of plain values and, for a stream with ``state_dict``, the stream's state and the samples
+        read ahead. Save the state of rank 0: every rank can load it, in a run of any number of ranks.
         """
         return {
             "format": FORMAT,
@@ -356,8 +353,9 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than
-        when it was saved.
+        """Continue from a state. Call this on every rank, before iterating.
+
+        Look-ahead, workers, ranks and budget may differ from those when the state was saved.
         """
         if not isinstance(state, Mapping):
             raise ValueError(
@@ -379,10 +377,11 @@ class Loader:
         self.speeds.corrections = corrections
 
     def _samples(self) -> int | None:
+        """Return the number of samples of the dataset, None for a stream."""
         return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples
 
     def _planned(self, spec: BatchSpec) -> list[PlannedPart]:
-        """The plans of a step; an error that names documents says which samples they are."""
+        """Return the planned parts of a step; an error that names documents also says which samples they are."""
         try:
             return self.plans.take(spec.step)
         except PlanningError as error:
@@ -397,7 +396,7 @@ class Loader:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the planner processes; they also end with the loader and with the process."""
+        """End the planner processes; they also end when the loader is collected or the process ends."""
         self._iteration += 1
         self._closed = True
         self.plans.close()
@@ -412,6 +411,7 @@ class Loader:
 
 
 def _check_numbers(lookahead: object, workers: object, budget: object, longest: object) -> None:
+    """Raise unless these arguments of the Loader are whole numbers."""
     for name, value in (("lookahead", lookahead), ("workers", workers)):
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
@@ -421,13 +421,15 @@ def _check_numbers(lookahead: object, workers: object, budget: object, longest: 
 
 
 def may_differ(strategy: str) -> bool:
-    """Whether two machines may find different plans for one batch:
-    a partitioner with floating point inside promises none.
+    """Return whether a strategy may find different plans for one batch on two machines.
+
+    This is so for strategies that use a partitioner with floating-point arithmetic.
     """
     return strategy.partition(":")[0] in ("hypergraph", "dcp")
 
 
 def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
+    """Return the source for a dataset, or raise if arguments need a map-style dataset and it is none."""
     by_number = [s for s in (reading.masks.by_number, reading.masks.spans_by_number) if s is not None]
     by_number += [m for m, _ in (reading.masks.named or {}).values() if not isinstance(m, Mask)]
     if not is_map_style(dataset):
@@ -449,6 +451,7 @@ def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known
 
 
 def _checked_lengths(lengths: Any, samples: int) -> Ints:
+    """Return the lengths as an array, or raise unless there is a positive one for each sample."""
     given = np.asarray(parse_lengths(lengths) if isinstance(lengths, str) else lengths)
     if given.shape != (samples,) or not np.issubdtype(given.dtype, np.integer):
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Loader agreement: all ranks of a group made the same loader and stand at the same place of it, or all of them raise.
+"""Loader agreement: check that all ranks of a group have the same loader at the same place, or raise on all ranks.
 
-A loader deals the samples of one dataset to the ranks itself, so it wants the whole dataset on every rank, in the same
-order. What a loop for data parallelism does instead (a seed for each rank, a shard of the data for each, a
-``DistributedSampler``) would leave samples out and give others twice without an error: each rank reads its share of an
-order that it alone has. So ranks tell each other, once an iteration, what decides about the order and the batches.
-Shards of equal size look the same here, as nothing is read for the comparison.
+A loader distributes the samples of one dataset over the ranks itself, so every rank must have the whole dataset, in the
+same order. Code written for data parallelism gives each rank its own seed, its own shard or a ``DistributedSampler``.
+With a loader this would silently skip some samples and repeat others, because each rank would read its share of a
+different order. So once per iteration, the ranks compare everything that decides the order and the batches. No sample
+is read for this comparison, so shards of equal size are not detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexcp.data.row_sharing import Peers
 
 
 def check_same(mine: Mapping[str, Any], peers: Peers) -> None:
-    """Raise ValueError on every rank where what the ranks say by name is not the same."""
+    """Raise ValueError on every rank unless each named value of ``mine`` is the same on all ranks."""
     told = peers.all_gather(dict(mine))
     for name in mine:
         for rank, theirs in enumerate(told):
@@ -31,7 +31,7 @@ def check_same(mine: Mapping[str, Any], peers: Peers) -> None:
 
 
 def sampler_share(dataset: Any) -> tuple[int, int] | None:
-    """(rank, ranks) that a torch DataLoader's DistributedSampler reads the share of, if it has one."""
+    """Return (rank, ranks) of the DistributedSampler of a torch DataLoader, or None if it has none."""
     for sampler in (
         getattr(dataset, "sampler", None),
         getattr(getattr(dataset, "batch_sampler", None), "sampler", None),

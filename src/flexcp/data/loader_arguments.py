@@ -1,5 +1,6 @@
-"""What a Loader is given for its masks and its dataset, looked at before anything is read: one line names the argument
-and what to pass.
+"""Loader arguments: check the planner, dataset and masks given to a Loader before anything is read.
+
+Error messages name the wrong argument and what to pass instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flexcp.masks import Mask, causal
 
 
 def check_planner(planner: Any) -> None:
-    """Raise for what is no planner, such as the dataset in its place."""
+    """Raise if ``planner`` is no planner, for example because dataset and planner were exchanged."""
     if not callable(planner):
         raise ValueError(
             f"Loader(dataset, planner, ...) takes the planner second: flexcp.Planner(...); got {named_kind(planner)}"
@@ -23,7 +24,7 @@ def check_planner(planner: Any) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise for what holds no samples: a text, columns, or something that is no collection."""
+    """Raise if ``dataset`` is no collection of samples, for example a text or a mapping of columns."""
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         raise ValueError(
             "Loader(dataset, planner, ...) takes the dataset first, samples to be read by number or one after the "
@@ -40,7 +41,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
-    """How documents get their masks, from the Loader's arguments."""
+    """Return how documents get their masks, from the Loader's arguments; raise if they contradict each other."""
     given = [n for n, v in (("mask", mask), ("masks", masks), ("mask_fn", mask_fn), ("spans", spans)) if v is not None]
     if len(given) > 1 and given != ["mask_fn", "spans"]:
         raise ValueError(f"give one of mask, masks, mask_fn and spans; got {' and '.join(given)}")
@@ -63,6 +64,7 @@ def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
 
 
 def _check_masks(masks: Any) -> None:
+    """Raise unless ``masks`` is a mapping of names to (mask, layers)."""
     wanted = "masks= is {'name': (mask, layers)}, with how many layers use each mask"
     if not isinstance(masks, Mapping):
         raise ValueError(f"{wanted}; got {named_kind(masks)}")
@@ -77,12 +79,15 @@ def _check_masks(masks: Any) -> None:
 
 
 def _may_be_masks(given: Any) -> bool:
-    """Whether ``given`` may hold a mask for each document, which are looked at one by one when their documents come."""
+    """Return whether ``given`` may be a list of masks; each mask is checked later, together with its document."""
     return hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, str | Mapping)
 
 
 def _instead(before: str, given: Any, after: str = "") -> str:
-    """What was given in the place of a mask, and what to write there, between what stands around it."""
+    """Return the end of an error message for a value that is no mask: what it is, and what to write instead.
+
+    ``before`` and ``after`` are the code around the mask, such as ``mask=``.
+    """
     if isinstance(given, int):
         return (
             f"got {given!r}: for a window of {given} keys before each token write {before}flexcp.window({given}){after}"

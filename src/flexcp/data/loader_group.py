@@ -1,9 +1,10 @@
-"""Loader group: which ranks share the batches of a loader, and whether the planner is for as many.
+"""Loader group: find the ranks that share the batches of a loader, and check that the planner is for as many ranks.
 
-A loader without a group is one rank's own, right in a script of one process. In a run of several it is almost always a
-forgotten ``group=``: every rank then trains on all samples by itself, and no loss shows it. Data parallelism looks the
-same from here, but every rank has samples of its own. So it must be said, by ``group="alone"``, a group of one rank, or
-a torch ``DistributedSampler``; else there is a warning.
+A loader without a group gives its batches to one rank, which is right in a script of one process. In a run of several
+ranks, ``group=`` was almost always forgotten: every rank then trains on all samples by itself, and the loss does not
+show it. With data parallelism, a loader without a group is right, because every rank has its own samples, but the
+loader cannot see the difference. So the user must say it, with ``group="alone"``, a group of one rank, or a torch
+``DistributedSampler``; otherwise there is a warning.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ HOW = "a ProcessGroup or a DeviceMesh axis such as mesh['cp']"
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | Literal["alone"] | None) -> dist.ProcessGroup | None:
-    """The ranks that share batches, None for one rank."""
+    """Return the process group of the ranks that share batches, or None if the loader is for one rank."""
     if isinstance(group, str) and group != ALONE:
         raise ValueError(f"group= is {HOW}, or {ALONE!r} for one rank's own batches; got {group!r}")
     return None if group is None or isinstance(group, str) else process_group(group, "the Loader")
 
 
 def check_group(given: Any, size: int, planner: Any, dataset: Any) -> None:
-    """Raise for a planner of another number of ranks than the ``size`` of the group that was ``given``; warn where none
-    was given and the run has several ranks.
+    """Raise if the planner is not for ``size`` ranks; warn if no group was given in a run of several ranks.
+
+    ``given`` is the argument ``group=`` and ``size`` the number of ranks of that group.
     """
     cluster = getattr(planner, "cluster", None)
     ranks = size if cluster is None else cluster.ranks

@@ -1,4 +1,4 @@
-"""Loader state: what a state must hold, whoever saved it. A checkpoint may be cut off, edited, or of something else."""
+"""Loader state: check a state before a loader uses it, because a checkpoint may be damaged or of another object."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flexcp.io.plain_values import shown
 
 FORMAT = "flexcp-loader-1"
 PLACES = ("epoch", "place", "step")
-"""Where a loader is, in counts."""
+"""The fields of a state that say where the loader is, each a count."""
 LARGEST = 1 << 62
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """ValueError for what is no state of this version, or one that lacks something."""
+    """Raise ValueError if ``state`` is no loader state of this version, or lacks a field."""
     if state.get("format") != FORMAT:
         raise ValueError(
             f"this is no state of a flexcp Loader of this version: its format is {shown(state.get('format'))}"

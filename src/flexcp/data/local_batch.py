@@ -1,4 +1,4 @@
-"""LocalBatch: what a rank gets of a batch, as tensors in the local order of its step."""
+"""LocalBatch: the part of a batch that one rank gets, as tensors in the local order of its step."""
 
 from __future__ import annotations
 
@@ -29,41 +29,40 @@ class LocalBatch:
 
     ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and
     the per-token ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the
-    batch's document each row belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on
-    all ranks together, that count (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks;
-    ``step.loss`` and ``step.share`` divide themselves and want this rank's labels or their count, not ``valid``.
+    document of each row, -1 for a pad. ``valid`` is the loss normaliser: the number of labels that count in the whole
+    batch, over all ranks (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks.
+    ``step.loss`` and ``step.share`` do this division themselves: give them this rank's labels or their count, not
+    ``valid``.
 
-    A batch with a tree has ``edges`` in the place of labels, for ``step.loss(logits, batch.edges)`` and
-    ``step.log_probs``, and ``valid`` counts positions of sequences. Without one ``edges`` is None.
+    A batch with a tree has ``edges`` instead of labels, for ``step.loss(logits, batch.edges)`` and ``step.log_probs``,
+    and ``valid`` counts positions of sequences. In other batches ``edges`` is None.
     """
 
     step: Step
     tokens: Tensor
     row_labels: Tensor
-    """:attr:`labels`, where the batch has no tree."""
+    """The labels, one per row; read them as :attr:`labels`, which raises if the batch has a tree."""
     positions: Tensor
     documents: Tensor
     fields: dict[str, Tensor]
     values: dict[int, dict[str, Any]]
-    """Per-document fields of the documents this rank keeps tokens of, by their number in the batch."""
+    """The per-document fields of the documents that this rank keeps tokens of, by document number in the batch."""
     samples: Ints
-    """Which sample of the dataset each document of the batch is: its index, or its count in a stream."""
+    """The sample of each document of the batch: its index in the dataset, or its count in a stream."""
     valid: CountOfAllRanks
     number: int
-    """Steps of this epoch before this one."""
+    """The number of the step in its epoch, from 0."""
     epoch: int
     micro_batch: int = 0
     micro_batches: int = 1
-    """Which part of its step this is, and of how many: as many on every rank."""
+    """Which micro-batch of the step this is, and how many there are, the same on every rank."""
     weight: float = 1.0
-    """The share of the step's labels that are in this part: what a loss of its own, such as ``step.loss``,
-    counts in the step's.
-    """
+    """The micro-batch's share of the step's labels: multiply its mean loss, such as ``step.loss``, by this."""
     edges: Edges | None = None
 
     @property
     def labels(self) -> Tensor:
-        """Next tokens of the rows; refused where the batch has a tree."""
+        """The label of each row, by default its next token; raises if the batch has a tree."""
         if self.edges is not None:
             raise NotImplementedError(
                 "this batch has a tree, in which a token may have several next tokens, and labels hold one a row: take "
@@ -83,7 +82,7 @@ def local_batch(
     device: torch.device | str | None,
     ignore: int,
 ) -> LocalBatch:
-    """The tensors of a step, on ``device``."""
+    """Make the batch of a rank from its columns and values, with the tensors on ``device``."""
     of_rows = np.full(step.local_tokens, -1, np.int64)
     segment, within = spread(kept.rows)
     of_rows[kept.at[segment] + within] = kept.document[segment]
@@ -94,6 +93,7 @@ def local_batch(
 
     tokens, labels = there(columns[TOKENS]), there(columns[LABELS])
     step.seen.given(tokens)
+    step.asked_for_rows = True  # the loader brings the rows, so the step need not warn that nothing asked for them
     return LocalBatch(
         step,
         tokens,
@@ -111,8 +111,10 @@ def local_batch(
 
 
 def _edges(step: Step, labels: Tensor, ignore: int) -> Edges:
-    """The edges of a batch in which labels stand beside their own tokens in trees,
-    and one row earlier in plain documents.
+    """Return the edges of a batch.
+
+    In trees, labels are in the rows of their own tokens; in plain documents they are one row earlier, so they are
+    shifted back first.
     """
     batch = step.plan.batch
     stream = step.gather(labels)

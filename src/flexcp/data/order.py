@@ -1,8 +1,8 @@
-"""Order: in which order an epoch visits a dataset, and how documents become batches.
+"""Order: the order in which an epoch visits a dataset, and the number of batches it makes.
 
-The order is a sort of hashed numbers, so a seed means the same order on every machine, NumPy version and number of
-ranks, and a place in it is one integer. Batches are filled in that order up to the token budget: where a batch begins,
-and what is in it, follows from the place alone, so a place is all that has to be remembered to go on exactly.
+The order is a sort of hashed sample numbers, so a seed gives the same order on every machine, with every NumPy version
+and on any number of ranks, and a place in the order is one integer. Batches are filled in this order up to the token
+budget. The content of a batch follows from the place where it begins, so a state only has to store a place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WORD = (1 << 64) - 1
 
 
 def epoch_order(samples: int, shuffle: bool, seed: int, epoch: int) -> Ints:
-    """Numbers 0..samples-1 in the order of an epoch."""
+    """Return the sample numbers 0..samples-1 in the order of an epoch."""
     if not shuffle:
         return np.arange(samples, dtype=np.int64)
     start = _mixed(np.array([_mixed_integer(seed, epoch)], np.uint64))[0]
@@ -24,11 +24,12 @@ def epoch_order(samples: int, shuffle: bool, seed: int, epoch: int) -> Ints:
 
 
 def _mixed_integer(seed: int, epoch: int) -> int:
+    """Return a 64-bit number for a seed and an epoch."""
     return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) & _WORD
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words without visible order."""
+    """Hash 64-bit words; different words have different hashes."""
     x = x * np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0x94D049BB133111EB)
@@ -38,7 +39,7 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def count_batches(lengths: Ints, budget: int, drop_last: bool) -> int:
-    """How many batches documents of these lengths fill, in their order."""
+    """Return how many batches of at most ``budget`` tokens the documents fill, in their order."""
     ends = np.cumsum(lengths)
     count, place, before = 0, 0, 0
     while place < len(lengths):

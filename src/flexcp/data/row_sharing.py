@@ -1,9 +1,9 @@
-"""Row sharing: samples that one rank read go, row by row, to the ranks that keep them.
+"""Row sharing: send the rows of a sample from the rank that read it to the ranks that keep its tokens.
 
-Everybody knows the plan, who read which document and how rows look, so each side of a message knows its content and
-size without asking. A message from reader to keeper holds, for every column, the keeper's rows of the reader's
-documents in the keeper's order, then the values of those documents. Messages travel through the group (or the CPU group
-given for it): on gloo from memory, on NCCL by way of the device.
+All ranks know the plan, which rank read which document, and the columns of a sample, so both sides of a message know
+its content and size beforehand. A message from the reader to a keeper holds, for every column, the keeper's rows of the
+reader's documents in the keeper's local order, and then the values of these documents. Messages travel through the
+loader's group, or through its CPU group if it has one: with gloo from host memory, with NCCL through the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 class Peers:
-    """The ranks that read together; alone without a group. None waits longer than ``timeout`` for another."""
+    """The ranks that share samples; without a group, this rank alone. No call waits longer than ``timeout``."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self.collectives = Collectives(group, timeout)
@@ -37,21 +37,24 @@ class Peers:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors have to be to travel."""
+        """The device on which tensors must be to be sent."""
         if self.group is None or "gloo" in str(dist.get_backend_config(self.group)):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What every rank says, on every rank."""
+        """Return the values of all ranks, in the order of ranks."""
         return self.collectives.told("the loader's exchange of lengths", value, self.device)
 
     def total(self, count: int) -> int:
-        """The sum over ranks."""
+        """Return the sum of ``count`` over all ranks."""
         return int(self.collectives.summed("the loader's count of labels", torch.tensor(count, device=self.device)))
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Bytes to and from each peer; empty messages do not travel."""
+        """Send bytes to peers and return the bytes received from each; ``sizes`` are those to receive.
+
+        Empty messages are not sent.
+        """
         device = self.device
         arriving = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in sizes.items() if n}
         self.collectives.exchange(
@@ -62,8 +65,9 @@ class Peers:
 
 @dataclass(frozen=True)
 class Segments:
-    """What a rank keeps, in local order: ``rows[i]`` tokens from ``first[i]``
-    of ``document[i]`` lie at local row ``at[i]``.
+    """The tokens that a rank keeps, as ranges of documents in local order.
+
+    Segment i is ``rows[i]`` tokens of ``document[i]`` from token ``first[i]`` on; they begin at local row ``at[i]``.
     """
 
     at: Ints
@@ -72,13 +76,13 @@ class Segments:
     rows: Ints
 
     def of_documents(self, documents: NDArray[np.bool_]) -> Segments:
-        """Those of the marked documents."""
+        """Return the segments of the documents marked in ``documents``."""
         keep = documents[self.document]
         return Segments(self.at[keep], self.document[keep], self.first[keep], self.rows[keep])
 
 
 def segments(placement: Placement, rank: int) -> Segments:
-    """A rank's rows as ranges of documents; pads are in none."""
+    """Return the tokens that a rank keeps as ranges of documents, without pads."""
     runs = placement.runs.take(placement.runs.rank == rank)
     sizes = runs.stop - runs.start
     begin = np.cumsum(sizes) - sizes
@@ -90,9 +94,7 @@ def segments(placement: Placement, rank: int) -> Segments:
 def local_columns(
     kept: Segments, rows: int, samples: Mapping[int, Sample], schema: Schema, pads: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Columns of ``rows`` local rows, those of the given segments filled from the samples,
-    the others with their pad.
-    """
+    """Return columns of ``rows`` local rows: the rows of the segments from the samples, the others filled with pads."""
     out = {}
     for name, dtype, shape in schema:
         out[name] = torch.full((rows, *shape), pads.get(name, 0), dtype=dtype)
@@ -113,7 +115,10 @@ def shared(
     pads: Mapping[str, int],
     peers: Peers,
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """This rank's columns, and the values of the documents it keeps tokens of; ``held`` are the documents it read."""
+    """Exchange rows with all ranks; return this rank's columns and the values of the documents it keeps tokens of.
+
+    ``held`` are the documents that this rank read.
+    """
     readers = np.array([d.reader for d in documents], np.int64)
     mine = segments(placement, peers.rank)
     columns = local_columns(
@@ -130,11 +135,13 @@ def shared(
 
 
 def _documents_of(part: Segments) -> list[int]:
+    """Return the documents of the segments, in ascending order and each once."""
     found: list[int] = np.unique(part.document).tolist()
     return found
 
 
 def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tensor:
+    """Return the message with a keeper's rows of this rank's documents, as bytes."""
     rows = list(zip(part.document.tolist(), part.first.tolist(), part.rows.tolist(), strict=True))
     pieces = []
     for name, _, _ in schema:
@@ -146,14 +153,17 @@ def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tens
 
 
 def _bytes(rows: Tensor) -> Tensor:
+    """Return rows of a column as bytes."""
     return rows.contiguous().view(-1).view(torch.uint8)
 
 
 def _row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes of one row of a column."""
     return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
 def _message_bytes(part: Segments, documents: Sequence[Document], schema: Schema) -> int:
+    """Return the size in bytes of a message with these segments."""
     each = sum(_row_bytes(dtype, shape) for _, dtype, shape in schema)
     return int(part.rows.sum()) * each + sum(documents[d].value_bytes for d in _documents_of(part))
 
@@ -161,7 +171,7 @@ def _message_bytes(part: Segments, documents: Sequence[Document], schema: Schema
 def _unpacked(
     data: Tensor, part: Segments, documents: Sequence[Document], schema: Schema, columns: dict[str, Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Put a message's rows where they belong; the values of its documents."""
+    """Write the rows of a message into ``columns``; return the values of its documents."""
     at = 0
     for name, dtype, shape in schema:
         each = _row_bytes(dtype, shape)

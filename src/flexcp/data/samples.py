@@ -1,17 +1,17 @@
-"""Samples: one document of a dataset as columns of tokens and values of its own.
+"""Samples: split a sample of a dataset into per-token columns and per-document values, and choose its mask.
 
-A sample is a mapping of fields, or just its token ids. Fields are of three kinds, told apart by what they are and never
-by how long they happen to be:
+A sample is a mapping of fields, or just its token ids. Fields are of three kinds, told apart by their type or name and
+never by their length:
 
     per token      arrays, tensors and lists of numbers; as many rows as there are tokens
     per document   numbers, texts, mappings and the like, and every field named in ``document_fields``
     spans          the field named ``spans``: ``[(start, end), ...]``, the images of a document. It becomes a
                    per-token column with the number of the span a token is in, -1 for text
 
-Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field
-``labels``), and ``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label
-either. Of a tree labels stay beside their own tokens, because a token may have several next ones: the Loader makes
-edges of them. A tree over the maximum is not cut.
+Labels are made here, before tokens are distributed over ranks: the label of a token is the next token of the document
+(or the next entry of the field ``labels``), and ``ignore`` at the end of the document. A document that is too long is
+cut first, so its new end has the label ``ignore`` too. In a tree a token may have several next tokens, so labels stay
+in the rows of their own tokens, and the Loader makes edges of them. A tree that is too long is not cut here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TOKENS, LABELS = "tokens", "labels"
 NAMES_OF_TOKENS = ("tokens", "input_ids")
 PADDING_MASK = "attention_mask"
 TREE_FIELD = "flexcp tree"
-"""The field in which samples of one group, made one document, bring their mask."""
+"""The field of a grouped sample (see ``grouped_samples.py``) that holds the mask of its tree."""
 REPEATED_FIELD = "flexcp repeated tokens"
-"""The field in which they say how many of their tokens an earlier part of their group has, too."""
+"""The field of a grouped sample with the number of its tokens that an earlier part of its group also has."""
 MaskChoice = Mask | Mapping[str, tuple[Mask, int]]
 """A document's mask, or its masks by name with how many layers use each."""
 
@@ -45,7 +45,7 @@ Schema = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Fields:
-    """Which field of a sample is what."""
+    """The names of special fields of a sample, and the label (``ignore``) that does not count in a loss."""
 
     tokens: str | None = None
     labels: str | None = None
@@ -56,14 +56,12 @@ class Fields:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """An opened sample: ``columns`` have a row per token and always hold tokens and labels,
-    ``values`` belong to the document.
-    """
+    """A sample split into ``columns`` with a row per token (tokens, labels and others) and per-document ``values``."""
 
     columns: dict[str, Tensor]
     values: dict[str, Any]
     whole: int
-    """Tokens it had before it was cut."""
+    """The number of tokens before the sample was cut."""
 
     def __len__(self) -> int:
         return len(self.columns[TOKENS])
@@ -74,8 +72,9 @@ class Sample:
 
 
 def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | None = None) -> Sample:
-    """A sample as columns, cut to ``limit`` tokens; of a tree labels are not shifted.
-    ``where`` names it in messages.
+    """Split a sample into columns and values, and cut it to ``limit`` tokens; ``where`` names it in errors.
+
+    ``tree`` is the tree of the sample, if it is one; its labels are not shifted.
     """
     name, tokens = token_ids(sample, fields, where)
     whole = len(tokens)
@@ -114,7 +113,7 @@ def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | Non
 
 
 def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
-    """(name of the field, token ids)."""
+    """Return (name of the field, token ids) of a sample; ``where`` names it in errors."""
     name, value = TOKENS, sample
     if isinstance(sample, Mapping):
         names = [fields.tokens] if fields.tokens is not None else [n for n in NAMES_OF_TOKENS if n in sample]
@@ -124,7 +123,7 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
             )
         name, value = names[0], sample[names[0]]
     if isinstance(value, str):
-        raise ValueError(f"{where}: token ids are wanted, and {value[:40]!r} is a text; tokenize the dataset first")
+        raise ValueError(f"{where}: expected token ids, but {value[:40]!r} is a text; tokenize the dataset first")
     if value is sample and isinstance(value, tuple | list) and len(value) and _holds_several(value[0]):
         kinds = ", ".join(type(x).__name__ for x in value[:4])
         raise ValueError(
@@ -144,11 +143,12 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
 
 
 def _holds_several(value: Any) -> bool:
+    """Return whether a value is a collection and not a number."""
     return isinstance(value, list | tuple | Mapping) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
 
 
 def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> Tensor:
-    """The field with labels; a number below 0 that is not ``ignore`` would be counted as a label and is none."""
+    """Return the labels of a sample, or raise if they are not one token id or ``ignore`` per token."""
     assert fields.labels is not None
     labels = _field(given, fields.labels, where)
     if labels.shape != (rows,):
@@ -174,7 +174,7 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
 
 
 def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor:
-    """A field with a row per token."""
+    """Return a per-token field, or raise if it does not have a row per token."""
     column = _field(given, key, where)
     if column.dim() == 0 or len(column) != rows:
         way = f"pass {key}[0] if that is a row per token; " if column.shape[:2] == (1, rows) else ""
@@ -186,20 +186,23 @@ def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor
 
 
 def _field(given: Mapping[str, Any], key: str, where: str) -> Tensor:
+    """Return a field of a sample as a tensor, or raise if it is missing."""
     if key not in given:
         raise ValueError(f"{where} has no field {key!r}; it has {sorted(map(str, given))}")
     return _tensor(given[key], key, where)
 
 
 def _is_column(value: Any) -> bool:
+    """Return whether a field is a per-token one: an array, tensor or list of numbers."""
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0 and not (isinstance(value, np.ndarray) and value.dtype.kind not in "biuf")
     return isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], int | float | np.number)
 
 
 def _tensor(value: Any, name: str, where: str) -> Tensor:
+    """Return a value as a CPU tensor, or raise if it is no array of numbers."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # of a memory map: torch warns of tensors that must not be written
+        value = value.copy()  # torch warns about read-only arrays, such as memory maps
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -207,12 +210,14 @@ def _tensor(value: Any, name: str, where: str) -> Tensor:
 
 
 def _shifted(aligned: Tensor, ignore: int) -> Tensor:
+    """Return labels shifted by one: row i has the label of row i + 1, and the last row has ``ignore``."""
     labels = torch.full_like(aligned, ignore)
     labels[:-1] = aligned[1:]
     return labels
 
 
 def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
+    """Return, for each token, the number of the span it is in, -1 for text."""
     numbers = torch.full((rows,), -1)
     for number, (start, end) in enumerate(_spans(spans)):
         if not 0 <= start <= end <= rows:
@@ -222,6 +227,7 @@ def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
 
 
 def _spans(spans: Any) -> list[tuple[int, int]]:
+    """Return spans as a list of (start, end)."""
     return [(int(start), int(end)) for start, end in spans]
 
 
@@ -230,7 +236,7 @@ def _spans(spans: Any) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """How a document gets its mask: one for all, by its number, by its spans, or by a function of the sample."""
+    """How documents get their masks: one mask for all, by document number, by spans, or by a function of the sample."""
 
     one: MaskChoice | None = None
     by_number: Sequence[Mask] | None = None
@@ -245,8 +251,9 @@ class Masks:
         return self.function is None and self.spans_field is None
 
     def choose(self, number: int, sample: Any, limit: int, whole: int) -> MaskChoice:
-        """The mask of document ``number`` of ``whole`` tokens, fit for its first ``limit``; ``sample`` is looked at
-        where masks are not known.
+        """Return the mask of document ``number``, cut from ``whole`` tokens to its first ``limit`` tokens.
+
+        ``sample`` is needed only if masks are not known without reading samples.
         """
         found = self._whole(number, sample)
         if limit < whole and tree_in(found, whole) is not None:
@@ -260,6 +267,7 @@ class Masks:
         return {name: (cut_mask(mask, limit), layers) for name, (mask, layers) in found.items()}
 
     def _whole(self, number: int, sample: Any) -> MaskChoice:
+        """Return the mask of a document before it is cut."""
         if self.function is not None:
             return _checked_choice(self.function(sample))
         if self.spans_field is not None:
@@ -276,19 +284,20 @@ class Masks:
 
 
 def masks_in(choice: MaskChoice) -> list[Mask]:
-    """All masks of a document."""
+    """Return all masks of a document."""
     return [choice] if isinstance(choice, Mask) else [mask for mask, _ in choice.values()]
 
 
 def tree_in(choice: MaskChoice, length: int) -> Tree | None:
-    """The tree of a document of so many tokens under its masks; None where it is one sequence."""
+    """Return the tree that a document of ``length`` tokens is under its masks, or None if no mask makes it a tree."""
     found = (mask_algebra.tree_under(mask, length) for mask in masks_in(choice))
     return next((tree for tree in found if tree is not None), None)
 
 
 def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
-    """Positions of all sequences of a tree that are predicted and count, by labels beside their own tokens;
-    all without any.
+    """Count the positions of all sequences of a tree that are predicted and whose label is not ``ignore``.
+
+    ``labels`` are in the rows of their own tokens; without labels, all predicted positions count.
     """
     begin, stop = tree.sequences_through()
     each = np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0)
@@ -296,6 +305,7 @@ def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
 
 
 def _spans_of(sample: Any, field: str, number: int) -> Any:
+    """Return the spans field of a sample, or raise if it has none."""
     if isinstance(sample, Mapping) and field in sample:
         return sample[field]
     has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
@@ -306,6 +316,7 @@ def _spans_of(sample: Any, field: str, number: int) -> Any:
 
 
 def _checked_mask(found: Any, place: str, number: int) -> Mask:
+    """Return the mask of a document, or raise if it is no mask; ``place`` is the argument it was given in."""
     if isinstance(found, Mask):
         return found
     raise ValueError(
@@ -315,6 +326,7 @@ def _checked_mask(found: Any, place: str, number: int) -> Mask:
 
 
 def _checked_choice(found: Any) -> MaskChoice:
+    """Return what ``mask_fn`` gave, or raise if it is neither a mask nor named masks."""
     if isinstance(found, Mask):
         return found
     if isinstance(found, Mapping) and all(isinstance(v, tuple) and isinstance(v[0], Mask) for v in found.values()):
@@ -323,7 +335,7 @@ def _checked_choice(found: Any) -> MaskChoice:
 
 
 def cut_mask(mask: Mask, length: int) -> Mask:
-    """The mask of a document's first ``length`` tokens."""
+    """Return the mask of a document that is cut to its first ``length`` tokens."""
     if mask.name == "modality":
         flat, self_only = mask.params
         assert isinstance(flat, tuple)
@@ -338,7 +350,10 @@ def cut_mask(mask: Mask, length: int) -> Mask:
 
 
 def planner_masks(choices: Sequence[MaskChoice]) -> dict[str, Any]:
-    """The planner's ``mask=`` or ``masks=`` for documents of these masks; one for all where all are the same."""
+    """Return the planner's ``mask=`` or ``masks=`` argument for documents with these masks.
+
+    Equal masks become one mask for all documents.
+    """
     if isinstance(choices[0], Mask):
         rules = [_one(c) for c in choices]
         return {"mask": rules[0] if all(r == rules[0] for r in rules) else rules}
@@ -351,6 +366,7 @@ def planner_masks(choices: Sequence[MaskChoice]) -> dict[str, Any]:
 
 
 def _one(choice: MaskChoice) -> Mask:
+    """Return a document's mask, or raise if it has named masks where other documents have one mask."""
     if not isinstance(choice, Mask):
         raise ValueError(f"every document of a model needs the same kind of mask; one has {choice}")
     return choice

@@ -1,15 +1,15 @@
-"""Sources: what lies at each place of an epoch, and the samples themselves.
+"""Sources: the document at each place of an epoch, and its sample.
 
     Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads
-             just the documents it keeps tokens of
-    Read     everything else: each sample is read once, by one rank, which tells the others its length and mask and
-             later sends them what they keep. Of a map-style dataset rank ``place % ranks`` reads; a stream is read by
-             rank 0
+             only the documents it keeps tokens of
+    Read     any other dataset: each sample is read once, by one rank, which tells the others its length and mask and
+             later sends them the rows they keep. In a map-style dataset rank ``place % ranks`` reads the sample at a
+             place; a stream is read by rank 0
 
-A source may be asked for a place again until it is released. Reading runs in rounds that all ranks enter together; a
-sample that cannot be read or does not fit is an error on all of them. A stream's samples that are read and not yet
-delivered are the look-ahead's pending ones: they are part of the state, beside the stream's own state where it has one
-(``state_dict``); a stream without is read again up to its place.
+A source gives the document at a place any number of times until the place is released. Samples are read in rounds that
+all ranks enter together; a sample that cannot be read or does not fit is an error on all ranks. The state of a stream
+with ``state_dict`` is the stream's own state and the *pending* samples, which are read but not handed out yet. A stream
+without ``state_dict`` is read again up to its place.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from flexcp.data.stats import Stats
 Ints = NDArray[np.int64]
 
 ROUND = 16
-"""Samples read in a round, at least one a rank."""
+"""Samples that are read in a round; each rank of a map-style dataset reads at least one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """How samples are read: which field is what, what masks documents have, what is too long."""
+    """How samples are read: names of fields, masks of documents, limits of lengths, order, and statistics."""
 
     fields: Fields
     masks: Masks
@@ -67,18 +67,18 @@ class Known:
             )
 
     def begin(self, epoch: int, place: int) -> None:
-        """Go to a place of an epoch."""
+        """Begin an epoch; any place of it can then be asked for."""
         self.order = epoch_order(len(self.lengths), self.reading.shuffle, self.reading.seed, epoch)
 
     def fitted_lengths(self) -> Ints:
-        """Lengths of the documents that are delivered, in the epoch's order."""
+        """Return the lengths of the documents that are handed out, cut if too long, in the order of the epoch."""
         found = self.lengths[self.order]
         if self.reading.limits.too_long == "drop":
             return found[found <= self.reading.limits.longest]
         return np.minimum(found, self.reading.limits.longest)
 
     def document(self, place: int) -> Document | None:
-        """What lies at a place; None behind the last."""
+        """Return the document at a place, None after the last."""
         if place >= len(self.order):
             return None
         number = int(self.order[place])
@@ -93,7 +93,7 @@ class Known:
         return Document(number, length, whole, mask, valid=valid)
 
     def read(self, document: Document) -> Sample:
-        """The sample of a document, cut to its length."""
+        """Read the sample of a document and cut it to the document's length."""
         begin = time.perf_counter()
         where = f"document {document.number}"
         raw = self.dataset[document.number]
@@ -108,14 +108,14 @@ class Known:
         return sample
 
     def release(self, place: int) -> None:
-        """Nothing is held."""
+        """Do nothing: this source holds no samples."""
 
     def state(self, epoch: int) -> dict[str, Any] | None:
-        """A place is all there is to remember."""
+        """Return None: this source has no state besides the loader's place."""
         return None
 
     def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Nothing to restore."""
+        """Do nothing: this source has no state to restore."""
 
 
 class Read:
@@ -127,7 +127,7 @@ class Read:
         self.dataset, self.samples, self.reading, self.peers = dataset, samples, reading, peers
         self.schema: Schema | None = None
         self.held: dict[int, Sample] = {}
-        """Samples this rank has read, by place."""
+        """The samples that this rank has read, by place."""
         self._raw: dict[int, Any] = {}
         self._documents: dict[int, Document] = {}
         self._next = 0
@@ -135,19 +135,19 @@ class Read:
         self._epoch: int | None = None
         self._stream: FlatStream | None = None
         self._restored: Any = None
-        """The stream's own state as it was loaded, until it is read from again."""
+        """The stream's own state as it was loaded, until the next sample is read from the stream."""
 
     @property
     def is_stream(self) -> bool:
         return self.samples is None
 
     def begin(self, epoch: int, place: int) -> None:
-        """Go to a place of an epoch; what is held of it stays."""
+        """Go to a place of an epoch; samples that are held for it are kept."""
         if epoch == self._epoch and (place in self._documents or place == self._next):
             return
         if epoch == self._epoch and self._restored is not None:
             raise ValueError(
-                f"the loaded state does not hold the stream's sample {place}, which is the next; it is damaged"
+                f"the loaded state is damaged: it does not hold sample {place} of the stream, which comes next"
             )
         self._documents.clear()
         self.held.clear()
@@ -166,19 +166,19 @@ class Read:
                     )
 
     def document(self, place: int) -> Document | None:
-        """What lies at a place; None behind the last. Reads a round when it is not known yet."""
+        """Return the document at a place, None after the last; read another round if it is not known yet."""
         while place >= self._next and not self._ended:
             self._read_round()
         return self._documents.get(place)
 
     def release(self, place: int) -> None:
-        """Let go of everything before a place."""
+        """Release all documents and samples before a place."""
         for kept in (self._documents, self.held, self._raw):
             for old in [p for p in kept if p < place]:
                 del kept[old]
 
     def _read_round(self) -> None:
-        """Every rank reads its share of the next places, and all learn of all documents."""
+        """Read this rank's share of the next places, and exchange the documents with all ranks."""
         begin = time.perf_counter()
         found: dict[int, Document] = {}
         schema, failure = self.schema, None
@@ -191,7 +191,7 @@ class Read:
                     self.held[place] = sample
                     if self.is_stream:
                         self._raw[place] = raw
-        except Exception as error:  # a user's dataset raises anything, and the others must hear of it
+        except Exception as error:  # a user's dataset may raise anything, and all ranks must raise together
             failure = (type(error).__name__, str(error), isinstance(error, ValueError), error)
         self.reading.stats.reading_s += time.perf_counter() - begin
         begin = time.perf_counter()
@@ -213,11 +213,12 @@ class Read:
         self._next = after
 
     def _round_size(self) -> int:
+        """Return the number of places of a round, over all ranks."""
         ranks = self.peers.size
         return ROUND if self.is_stream else -(-ROUND // ranks) * ranks
 
     def _share(self) -> Iterator[tuple[int, int, Any]]:
-        """(place, number, sample) of what this rank reads in the next round."""
+        """Yield (place, number, sample) of the samples that this rank reads in the next round."""
         stop = self._next + self._round_size()
         if self.samples is not None:
             for place in range(self._next, min(stop, self.samples)):
@@ -232,7 +233,7 @@ class Read:
                 yield place, place, raw
 
     def _opened(self, number: int, raw: Any) -> tuple[Document, Sample | None]:
-        """What planning knows of a sample, and its columns unless it is dropped."""
+        """Return the document of a sample, and its columns and values (None if it is dropped)."""
         where = f"sample {number}"
         reading = self.reading
         whole = len(token_ids(raw, reading.fields, where)[1])
@@ -254,8 +255,9 @@ class Read:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state(self, epoch: int) -> dict[str, Any] | None:
-        """Of a stream: its own state and the samples it has given that are not delivered.
-        Only the rank that reads it has them.
+        """Return the state of a stream: its own state and the pending samples.
+
+        Return None for a map-style dataset, for a stream without ``state_dict``, and on ranks that do not read.
         """
         if not self.is_stream or self.peers.rank != 0 or not hasattr(self.dataset, "state_dict"):
             return None
@@ -274,8 +276,9 @@ class Read:
         }
 
     def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Restore a stream and its pending samples; a stream without a state of its own is read again up
-        to the place.
+        """Restore a stream and its pending samples.
+
+        A stream without ``load_state_dict`` is read again up to its place, by :meth:`begin`.
         """
         self._epoch = None
         if not self.is_stream:
@@ -301,6 +304,7 @@ class Read:
             self._epoch, (self._next, self._ended) = epoch, ahead
 
     def _reopened(self, pending: list[tuple[int, Any]]) -> dict[int, Document]:
+        """Hold the pending samples of a state again; return their documents by place."""
         known: dict[int, Document] = {}
         for place, raw in pending:
             if raw is None:
@@ -314,7 +318,7 @@ class Read:
 
 
 def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
-    """The per-token columns all samples have; raises where one differs."""
+    """Return the per-token columns that all samples have, or raise if ``found`` differs from ``known``."""
     if known is None or known == found:
         return found
     shown = [{name: f"{dtype} {list(shape)}" for name, dtype, shape in schema} for schema in (known, found)]
@@ -325,8 +329,9 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
 
 
 class FlatStream:
-    """Samples of a stream one by one, also of a loader that gives lists of them;
-    ``rest`` is what is left of the last list.
+    """Iterates over the samples of a stream one by one, even if it yields lists of samples.
+
+    ``rest`` are the remaining samples of the last list.
     """
 
     def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:
@@ -344,7 +349,7 @@ class FlatStream:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether samples are read by number."""
+    """Return whether the samples of a dataset are read by number."""
     from torch.utils.data import IterableDataset
 
     if isinstance(dataset, IterableDataset):

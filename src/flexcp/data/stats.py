@@ -1,4 +1,4 @@
-"""Stats: where the loader's time went, seen from the training loop."""
+"""Stats: how the loader spent its time, as seen from the training loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 class Stats:
     """Counts and seconds of this rank since the loader was made.
 
-    A step whose plan is ready costs no waiting. ``first_wait_s`` is the wait for the first plan, which nothing can
-    hide; it is part of ``waited_s``. ``planning_s`` is what planning took, wherever it was done.
+    ``waited_s`` is the time that the loop waited for plans; a step whose plan is ready costs no waiting.
+    ``first_wait_s`` is the wait for the first plan, which nothing can hide; it is part of ``waited_s``. ``planning_s``
+    is the time that planning took, in planner processes and in this process.
     """
 
     steps: int = 0
@@ -23,23 +24,23 @@ class Stats:
     planned_here: int = 0
     planning_s: float = 0.0
     deaths: int = 0
-    """Planner processes that ended before they were told to."""
+    """Planner processes that died."""
     documents_read: int = 0
     reading_s: float = 0.0
     sharing_s: float = 0.0
-    """Exchanging plans, lengths and parts of samples with other ranks."""
+    """Seconds spent on exchanging plans, lengths and rows of samples with other ranks."""
     dropped: int = 0
-    """Documents over the maximum that were left out."""
+    """Documents that were left out because they are too long."""
     cut: int = 0
-    """Documents over the maximum that were cut."""
+    """Documents that were cut because they are too long."""
 
     tokens_saved: int = 0
-    """Tokens of sequences that trees held once for several."""
+    """How many tokens the trees have less than their sequences together."""
     tokens_repeated: int = 0
-    """Tokens of trees that were cut which an earlier part of their tree held, too."""
+    """Tokens that several parts of a cut tree hold, beyond the first part that holds them."""
 
     def waited(self, seconds: float) -> None:
-        """The loop took a plan after so many seconds."""
+        """Count a plan for which the training loop waited ``seconds``."""
         if self.steps == 0:
             self.first_wait_s = seconds
         self.steps += 1
@@ -48,10 +49,11 @@ class Stats:
         self.longest_wait_s = max(self.longest_wait_s, seconds)
 
     def planned(self, seconds: float, here: bool = False) -> None:
-        """A plan was made, by a worker or in this process."""
+        """Count a plan that took ``seconds`` to make, in a planner process or in this process (``here``)."""
         self.planned_here += here
         self.planned_ahead += not here
         self.planning_s += seconds
 
     def as_json(self) -> dict[str, Any]:
+        """Return the statistics as plain values."""
         return asdict(self)

@@ -1,1 +1,1 @@
-"""The executor: runs any plan on real ranks, and decides nothing."""
+"""The executor runs any plan on real ranks. All decisions are made in the plan; none are made here."""

@@ -1,6 +1,7 @@
-"""Arguments: what users pass to attention, a step or ``bind``, checked for its kind before anything is done with it.
+"""Arguments: check the types of what users pass to attention, to a step or to ``bind``, before it is used.
 
-A wrong one ends in one line that names the argument, what it is for and what was given.
+A wrong argument raises an error of one line that names the argument, says what it is for and what was given. ``place``
+is everywhere the name of the public function that was called, for that message.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MOST_SECONDS = 10_000_000
-"""A third of a year: a longer limit is none, and torch's stores count milliseconds."""
+"""The longest time limit, a third of a year: torch's stores count milliseconds, so a limit cannot be infinite."""
 
 
 def named_kind(x: object) -> str:
-    """What was given, in few words: a tensor by its shape, anything large by its type."""
+    """Describe a value in a few words for a message: a tensor by its shape, a number or string by itself, other objects
+    by their type.
+    """
     if isinstance(x, Tensor):
         return f"a tensor of shape {tuple(x.shape)}"
     return repr(x) if x is None or isinstance(x, bool | int | float | str) else f"a {type(x).__name__}"
 
 
 def check_rows(x: object, place: str) -> None:
-    """Raise for what is no tensor with a row for each token."""
+    """Raise ValueError unless ``x`` is a tensor with at least one dimension, its rows."""
     if not isinstance(x, Tensor) or not x.dim():
         way = "; make it one with torch.tensor" if isinstance(x, list | tuple) else ""
         raise ValueError(f"{place} takes a tensor with a row for each token; got {named_kind(x)}{way}")
 
 
 def single(name: str, shape: Sequence[int], rows: int) -> str | None:
-    """What to pass in place of a tensor whose one row, or one column, is what was asked for;
-    None where that is not so.
+    """Return the expression that takes ``rows`` rows out of a tensor with one superfluous dimension of size 1, such as
+    ``"labels[0]"``; None if the shape is another.
     """
     if tuple(shape[:2]) == (1, rows):
         return f"{name}[0]"
@@ -44,7 +47,9 @@ def single(name: str, shape: Sequence[int], rows: int) -> str | None:
 
 
 def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> None:
-    """Raise for what is no tensor with a row for each of the batch's ``tokens``, of which ``local`` are this rank's."""
+    """Raise ValueError unless ``x`` is a tensor with a row for each of the batch's ``tokens`` tokens; ``local`` is how
+    many rows this rank has.
+    """
     if not isinstance(x, Tensor) or not x.dim():
         way = f"; pass {_as_stream(name, x)}" if isinstance(x, list | tuple) and x else ""
         raise ValueError(
@@ -60,7 +65,7 @@ def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> N
 
 
 def _as_stream(name: str, x: Sequence[object]) -> str:
-    """What makes a tensor of the stream of a list: of numbers, or of documents, which lie end to end."""
+    """Return the expression that makes one stream tensor out of a list of numbers or a list of documents."""
     if isinstance(x[0], Tensor) and x[0].dim():
         return f"the documents end to end, torch.cat({name})"
     if isinstance(x[0], list | tuple):
@@ -69,7 +74,9 @@ def _as_stream(name: str, x: Sequence[object]) -> str:
 
 
 def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None:
-    """Raise for what is not one whole number for each of the batch's tokens."""
+    """Raise ValueError unless ``x`` is a tensor of one whole number for each of the batch's ``tokens`` tokens;
+    ``local`` is how many rows this rank has.
+    """
     check_stream(x, name, place, tokens, local)
     assert isinstance(x, Tensor)
     if x.dim() != 1:
@@ -82,25 +89,27 @@ def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None
 
 
 def check_whole_numbers(x: Tensor, name: str, place: str) -> None:
-    """Raise for a tensor of what cannot be token ids."""
+    """Raise ValueError for a tensor of floats, complex numbers or bools, which cannot be token ids."""
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ValueError(f"{place}: {name} are {x.dtype}, and token ids are whole numbers; pass {name}.long()")
 
 
 def check_whole(name: str, x: object) -> None:
-    """Raise for what is no whole number."""
+    """Raise ValueError unless ``x`` is an int (and not a bool)."""
     if not isinstance(x, int) or isinstance(x, bool):
         raise ValueError(f"{name}= is a whole number; got {named_kind(x)}")
 
 
 def check_number(name: str, x: object) -> None:
-    """Raise for what is no number."""
+    """Raise ValueError unless ``x`` is an int or a float."""
     if not isinstance(x, int | float):
         raise ValueError(f"{name}= is a number; got {named_kind(x)}")
 
 
 def check_tensors(given: Mapping[str, object], sinks: object = None) -> None:
-    """Raise for an argument of attention that is no tensor with rows of numbers."""
+    """Raise ValueError unless the tensors of an attention call, by name, have at least two dimensions and non-empty
+    rows, and ``sinks`` is a tensor or None.
+    """
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] == 0:
             raise ValueError(f"{name} is a tensor of this rank's rows, [tokens, ..., size]; got {named_kind(x)}")
@@ -119,12 +128,12 @@ KEYWORDS_OF_OTHERS = {
     "softmax_scale": "it is scale=",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
 }
-"""Keywords of PyTorch's and FlashAttention's functions, and what says the same here."""
+"""Keywords of PyTorch's and FlashAttention's functions, and how flexcp expresses the same."""
 
 
 def refuse_keywords(given: Mapping[str, object]) -> None:
-    """Raise for keywords that attention does not have, as Python does,
-    with what stands for those of other libraries.
+    """Raise TypeError for keywords that attention does not take, as Python does; for keywords of other libraries the
+    message names flexcp's equivalent.
     """
     for name in given:
         way = f": {KEYWORDS_OF_OTHERS[name]}" if name in KEYWORDS_OF_OTHERS else ""
@@ -132,7 +141,7 @@ def refuse_keywords(given: Mapping[str, object]) -> None:
 
 
 def check_running(kernel: object, deterministic: object, sm_margin: object, return_lse: object = False) -> None:
-    """Raise for what is no choice of a kernel and of how it runs."""
+    """Raise ValueError for arguments of the wrong type among those that choose a kernel and how it runs."""
     if kernel is not None and not isinstance(kernel, str):
         raise ValueError(f"kernel= is the name of a kernel, or None to let flexcp choose; got {named_kind(kernel)}")
     for name, x in (("deterministic", deterministic), ("return_lse", return_lse)):
@@ -145,8 +154,8 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
 
 
 def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
-    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a scale or softcap
-    that is no number above 0.
+    """Raise ValueError for tensors on different devices, sinks of a wrong shape, and a scale or softcap that is not a
+    finite number above 0.
     """
     for name, x in others.items():
         if x is not None and x.device != q.device:
@@ -165,20 +174,20 @@ def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None,
 
 
 def attention_scale(q: Tensor, scale: float | None) -> float:
-    """What logits are multiplied by."""
+    """Return the factor of the logits: ``scale``, or ``head_dim ** -0.5`` if it is None."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def is_mean(x: Tensor) -> bool:
-    """Whether the operation that made ``x`` says itself that it took a mean:
-    ``mean()``, or a loss of torch's with that reduction.
+    """Return whether the last operation that made ``x`` was a mean: ``mean()``, or a torch loss with
+    ``reduction="mean"``.
     """
-    # Names of torch's own: a release without them loses this check and nothing else.
+    # These names are internal to torch; if a release changes them, only this check is lost.
     return type(x.grad_fn).__name__ == "MeanBackward0" or getattr(x.grad_fn, "_saved_reduction", None) == 1
 
 
 def device_of(given: torch.device | str) -> torch.device:
-    """A device, from what a user calls it."""
+    """Return the torch device that a user named; raise ValueError if it is none."""
     try:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -186,14 +195,14 @@ def device_of(given: torch.device | str) -> torch.device:
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.ProcessGroup:
-    """The group that a user named, by itself or by an axis of a mesh; ``place`` is what he named it to."""
+    """Return the process group that a user passed to ``place``, as a group or as one axis of a DeviceMesh."""
     if isinstance(group, dist.ProcessGroup):
         return group
     given: object = group
     if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group gives ranks it "
-            "leaves out a number in its place. Only the group's own ranks may call this"
+            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group returns a "
+            "placeholder on such ranks. Only the group's own ranks may call this"
         )
     if not hasattr(group, "get_group"):
         raise ValueError(f"{place} takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
@@ -207,12 +216,12 @@ def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.Pro
 
 
 def ranks_of_run() -> int:
-    """Ranks of the default process group; 1 where there is none."""
+    """Return the number of ranks of the default process group, 1 if there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def time_limit(timeout: timedelta | float) -> timedelta:
-    """A limit, from seconds or a timedelta."""
+    """Return a time limit given in seconds or as a timedelta; raise ValueError if it is not above 0."""
     found: object = timeout
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout <= MOST_SECONDS:
         found = timedelta(seconds=timeout)

@@ -1,18 +1,19 @@
-"""attention: the one differentiable call.
+"""attention: the differentiable attention call that runs a plan on all its ranks.
 
-The forward runs the plan's forward program, adds the attention sink at home, and keeps q, k, v, the output and its LSE.
-The backward needs only ``delta = rowsum(do * out) - dlse`` besides them: the LSE's own gradient and the sink's are in
-it.
+The forward runs the plan's forward program, adds the attention sinks to this rank's own rows, and saves q, k, v, the
+output and its LSE. The backward needs besides them only ``delta = rowsum(do * out) - dlse``, which carries the gradient
+of the LSE and that of the sinks.
 
-Both directions are registered operators, ``torch.ops.flexcp.attention`` and ``attention_backward``, so torch.compile
-sees no graph break, selective recompute can name them, and recomputation may run in any thread. The step travels as its
-handle (:mod:`flexcp.executor.step_handles`); everything that depends on it, the checks too, happens inside the
-operators, where a compiled model guards nothing.
+Both directions are registered operators, ``torch.ops.flexcp.attention`` and ``attention_backward``. So torch.compile
+sees no graph break, selective checkpointing can name them, and recomputation may run in any thread. The step is passed
+as its handle (:mod:`flexcp.executor.step_handles`). Everything that depends on the step, checks included, happens
+inside the operators, so a compiled model has no guards on it.
 
-Where the plan keeps received keys for the backward, they are one more output of the forward, bytes whose size the fake
-function makes dynamic: the autograd context of a compiled model holds tensors only, and whoever offloads or counts
-saved tensors sees them. These plans have operators of their own, ``attention_keeping_keys`` and its ``_backward``, so
-that others compile without a dynamic size. Whoever only looks on (telemetry) is called inside the operator.
+If the plan keeps received keys for the backward, they are one more output of the forward: bytes, with a dynamic size in
+the fake function. They are an output because the autograd context of a compiled model can only hold tensors, and
+because tools that offload or count saved tensors should see them. Such plans use operators of their own,
+``attention_keeping_keys`` and ``attention_keeping_keys_backward``, so that other plans compile without a dynamic size.
+Telemetry is called inside the operator.
 """
 
 from __future__ import annotations
@@ -59,26 +60,27 @@ def attention(
     sm_margin: int | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the whole batch, seen from this rank.
+    """Compute attention of the whole batch and return this rank's rows.
 
     ``q`` is ``[local tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head
     size. Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
     ``[local tokens, heads]``; both are differentiable.
 
-    Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places
-    tokens as it likes, and rows that a loop cut itself look the same here when there are as many: plan with
-    ``layout="contiguous"`` for those. Either way the stream is the same on every rank before it is cut, positions
-    (RoPE, ``arange``) are ``step.positions``, and labels are shifted before they are cut: ``step.labels(tokens)``.
+    The rows must be those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=``
+    places tokens freely, and rows that a training loop cut by itself cannot be told from them if their number is the
+    same: plan with ``layout="contiguous"`` for such loops. The call warns if the step's rows were never asked for. In
+    both cases the whole stream must be the same on every rank, positions (for RoPE) come from ``step.positions``, and
+    labels are shifted before they are cut: ``step.labels(tokens)``.
 
-    ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer
-    sees, itself included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults
-    to ``head_dim ** -0.5``. ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one
-    extra logit per query head that takes probability and gives no value; its gradient, like any parameter's, is this
-    rank's share.
+    ``mask`` names one of the plan's masks, if it has several. Instead, ``window`` gives the number of keys that a query
+    of this layer sees, itself included, or 0 for a layer without a window; a plan without such a mask raises
+    ValueError. ``scale`` defaults to ``head_dim ** -0.5``. ``softcap`` bounds logits by
+    ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head, which takes part in the
+    softmax but has no value; its gradient, like that of any parameter, is this rank's share.
 
-    ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why.
-    ``deterministic`` makes gradients bitwise the same in every run. On a GPU every slot leaves as many multiprocessors
-    to transfers as the plan says; ``sm_margin`` is a number for all of them in its place.
+    ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which kernel ran and why.
+    ``deterministic`` makes gradients bitwise the same in every run. On a GPU the kernels leave some multiprocessors to
+    transfers, as many as the plan says for each slot; ``sm_margin`` sets one number for all slots instead.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -96,7 +98,7 @@ def attention(
     layer = Layer(checked_name(mask), passable(window))
     out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, *layer)[:2]
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        out.grad_fn.metadata["step"] = step  # whoever keeps the result for its backward keeps the step
+        out.grad_fn.metadata["step"] = step  # keeps the step alive until the backward has run
     return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
 
 
@@ -107,12 +109,12 @@ class Layer(NamedTuple):
     window: int | None
 
     def number(self, step: Step) -> int:
-        """The place of that mask in the plan."""
+        """Return the index of that mask in the plan's batch."""
         return mask_number(step.plan.batch, self.mask, self.window)
 
 
 def _attend(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE, and the received keys that the plan keeps for the backward."""
+    """Run the forward and return output, LSE, and the received keys that the plan keeps for the backward, as bytes."""
     q, k, v, sinks, handle = x
     step, settings = step_of(handle), numbers.settings
     with step.collectives.checking("attention"):
@@ -133,13 +135,14 @@ def _attend(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor, 
 
 
 def _attend_keeping_nothing(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Run the forward of a plan that keeps no keys for the backward; return output and LSE."""
     return _attend(x, numbers, layer)[:2]
 
 
 def _gradients(
     back: Gradients, x: Inputs, made: Results, kept: Kept, numbers: Numbers, layer: Layer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dsinks (empty without sinks)."""
+    """Run the backward and return dq, dk, dv and dsinks (empty without sinks)."""
     q, k, v, sinks, handle = x
     step = step_of(handle)
     step.losses.note_backward()
@@ -150,15 +153,18 @@ def _gradients(
     if step.kept_order_on(q.device) is not None:
         gradient = gradient.in_order(step.in_stream_order)
     kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(rows) for rows in (q, k, v, made.lse))
-    found = run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient)
-    dq, dk, dv = (step.in_local_order(rows) for rows in found)
+    found = list(run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient))
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, gradient.delta)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    del kept_q, kept_k, kept_v, kept_lse, gradient
+    # Free each float32 gradient before the next one is rounded, as plan.memory counts it.
+    dq, dk, dv = (step.in_local_order(found.pop(0).to(x.dtype)) for x in (q, k, v))
+    return dq, dk, dv, dsinks
 
 
 def _gradients_without_keys(
     back: Gradients, x: Inputs, made: Results, numbers: Numbers, layer: Layer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward of a plan that kept no keys from the forward."""
     return _gradients(back, x, made, Kept(made.out.new_empty(0)), numbers, layer)
 
 
@@ -171,12 +177,14 @@ _keep = register_attention(
 
 
 def _runtime(step: Step, q: Tensor, numbers: Numbers, mask: int, backward: bool) -> Runtime:
+    """Open the exchange of the next pass, and return what the pass runs with."""
     exchange = step.open_exchange(mask, backward, q.device)
     watch = None if step.telemetry is None else step.telemetry.watch(step, mask, backward, q.device)
     return Runtime(step.plan.shape, types_of(q), numbers.settings, exchange, step.arena, watch, numbers.sm_margin)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
+    """Raise ValueError unless q, k and v have the shapes and the dtype of the step's plan."""
     shape = step.plan.shape
     if shape.latent is not None:
         raise ValueError(
@@ -200,19 +208,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
 
 
 def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
-    """What to say of tensors in another dtype than the plan's."""
+    """Return the advice for tensors whose dtype is not the plan's."""
     if q.dtype == k.dtype == v.dtype:
         return f'plan with Planner(dtype="{str(q.dtype).removeprefix("torch.")}")'
     return (
-        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one (RoPE in float32 under autocast leaves q "
-        f"and k in it), here torch.{planned} or that of Planner(dtype=...)"
+        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one dtype, torch.{planned} or that of "
+        "Planner(dtype=...) (RoPE in float32 under autocast leaves q and k in float32)"
     )
 
 
 def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> str:
-    """What to say of a likely cause: another axis order or number of heads, or rows that the plan keeps elsewhere.
-
-    A plan places tokens itself unless it is told where they are.
+    """Return the advice for a tensor of the wrong shape by its likely cause, or "": another axis order, another number
+    of heads, or rows that were not cut by the plan.
     """
     if tuple(x.shape) == (1, *size):
         return f"; pass {name}[0]"
@@ -223,7 +230,6 @@ def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> st
     if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
         return ""
     return (
-        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part that it cut '
-        "itself, by "
+        '; cut the batch with step.shard, or plan with layout="contiguous" if every rank cuts its own part, by '
         "stream.tensor_split(ranks)[rank]"
     )

@@ -1,5 +1,5 @@
-"""Bind: a plan and this rank of a process group become a :class:`flexcp.Step`,
-once all ranks are seen to hold the same plan.
+"""Bind: make a :class:`flexcp.Step` from a plan and this rank of a process group, after checking that all ranks hold
+the same plan.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def bind(
     progress: Progress | None = None,
     recipe: RankRecipe | None = None,
 ) -> Step:
-    """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
+    """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or None for one rank.
 
-    Every rank of the group calls this with the same plan; they compare its hash and their versions through the store,
-    and a rank that holds another plan or another flexcp is an error on all of them within ``timeout`` (seconds or
-    timedelta). A plan whose cluster puts ranks of different hosts on one node is refused; one that puts ranks of one
-    host on different nodes is not, so that a machine can stand for several. A :class:`flexcp.Telemetry` follows what
-    the step does. ``arena``, that of an earlier step, is memory to go on with instead of new.
+    Every rank of the group calls this with the same plan. The ranks compare the plan's hash and their versions of
+    flexcp through the group's store; if they differ, all ranks raise within ``timeout`` (seconds or timedelta). A plan
+    whose cluster puts ranks of different hosts on one node raises ValueError. A plan that puts ranks of one host on
+    different nodes is allowed, so that one machine can stand for several. ``telemetry``, a :class:`flexcp.Telemetry`,
+    records what the step does. ``arena`` is the arena of an earlier step, whose memory is then used again.
 
-    How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many
-    conflict-free rounds at a time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once
-    (docs/communication.md). ``progress(done, all)`` is told how many peers are connected, where that takes time (NCCL);
-    by default a terminal is. ``recipe`` is what was derived of the plan for this rank ahead of time, as the loader's
-    planner processes do it; without one the step derives it on first use.
+    The plan says how messages are issued. ``rounds_per_call`` overrides that in every stage: that many conflict-free
+    rounds are posted at a time, in chunks of at most ``chunk_bytes``; with 0 all messages of a stage are posted at once
+    (docs/communication.md). ``progress(done, all)`` is called with the number of connected peers while NCCL connects
+    them; by default progress is shown on a terminal. ``recipe`` is what this rank derives from the plan, made ahead of
+    time by the loader's planner processes; without it the step derives the same on first use.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
     _check_bind(plan, telemetry, arena)
@@ -63,6 +63,7 @@ def bind(
 
 
 def _check_bind(plan: object, telemetry: object, arena: object) -> None:
+    """Raise ValueError for arguments of the wrong type."""
     if not isinstance(plan, Plan):
         raise ValueError(f"bind takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
     if telemetry is not None and not hasattr(telemetry, "binding"):
@@ -79,6 +80,7 @@ def _bound(
     progress: Progress | None,
     recipe: RankRecipe | None,
 ) -> Step:
+    """Agree with the other ranks on the plan, connect to this rank's peers (NCCL), and make the step."""
     ahead = NOTHING if recipe is None else recipe.calls
     if group is None:
         if plan.ranks != 1:
@@ -100,7 +102,7 @@ def _bound(
     if size > 1:
         number = agree(plan.hash, ranks, limit, mistake, calls, plan.cluster)
         if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
-            # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
+            # The first NCCL call of a group needs all its ranks; the first exchange of a plan may not involve all.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)
             connect(plan.peers(rank) if recipe is None else recipe.peers, ranks, torch.device("cuda"), progress)
     elif mistake:
@@ -109,6 +111,7 @@ def _bound(
 
 
 def _check_recipe(recipe: RankRecipe | None, plan: Plan, rank: int) -> None:
+    """Raise ValueError for the recipe of another plan or rank."""
     if recipe is not None and (recipe.plan_hash, recipe.rank) != (plan.hash, rank):
         raise ValueError(
             f"recipe= is of rank {recipe.rank} and plan {recipe.plan_hash[:12]}, but this is rank {rank} and plan "

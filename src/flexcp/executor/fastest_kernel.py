@@ -1,10 +1,11 @@
-"""Fastest kernel: the choice of a kernel by measurement, for those who want to know rather than to trust :mod:`choose`.
+"""Fastest kernel: choose an attention kernel by timing, instead of by the rules of
+:mod:`flexcp.executor.kernels.choose`.
 
     print(flexcp.fastest_kernel("cuda", torch.bfloat16, heads=32, kv_heads=8, head_dim=128))
 
-Times every kernel that can run such tensors on this device, forward and backward, over one causal document or slices of
-yours, and names the fastest with everybody's times. Run it once for a model and pass the name as ``kernel=``; nothing
-measures by itself during training.
+:func:`fastest_kernel` times every kernel that can run such tensors on this device, forward and backward, on one causal
+document or on slices of yours, and names the fastest one together with the times of all. Run it once for a model and
+pass the name as ``kernel=``; training itself never times kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flexcp.executor.run.pass_recipe import covers
 from flexcp.masks import K1, Q1, causal
 
 SLOW = ("cpu", "reference")
-"""Not tried on a GPU: plain torch that is there to be right."""
+"""Kernels that are not timed on a GPU: plain torch, written for exactness and not for speed."""
 
 
 def fastest_kernel(
@@ -40,8 +41,9 @@ def fastest_kernel(
     slices: Ints | None = None,
     repeats: int = 10,
 ) -> Choice:
-    """The kernel with the least time forward and backward together;
-    ``slices`` are rows of six integers (a causal 8,192 without).
+    """Time all kernels that can run these sizes and return the one whose forward and backward together take least time.
+
+    ``slices`` is the work to time, an array ``[slices, 6]``; by default one causal document of 8,192 tokens.
     """
     times = kernel_times(
         device,
@@ -68,7 +70,7 @@ def kernel_times(
     slices: Ints,
     repeats: int,
 ) -> dict[str, tuple[float, float]]:
-    """Median milliseconds (forward, backward) of every kernel that can run this."""
+    """Return the median milliseconds (forward, backward) of every kernel that can run these sizes, by kernel name."""
     device = torch.device(device)
     sizes = (heads, kv_heads, head_dim, v_head_dim)
     queries, keys = int(slices[:, Q1].max()), int(slices[:, K1].max())
@@ -90,7 +92,7 @@ def kernel_times(
 
 
 def _median(call: Any, device: torch.device, repeats: int) -> float:
-    """Milliseconds of a call, after one to warm up."""
+    """Return the median milliseconds of ``repeats`` calls, after one call to warm up."""
     call()
     times = []
     for _ in range(repeats):
@@ -103,5 +105,6 @@ def _median(call: Any, device: torch.device, repeats: int) -> float:
 
 
 def _settle(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

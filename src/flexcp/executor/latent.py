@@ -1,19 +1,19 @@
-"""Latent: attention whose keys and values travel as one narrow row a token and are expanded where they are read.
+"""Latent: multi-latent attention over ranks. Keys and values travel as one narrow row per token, the *latent*, and are
+expanded on the rank that reads them.
 
-Multi-latent attention makes the keys and values of all heads from one latent of, say, 576 numbers, where the expanded
+Multi-latent attention makes the keys and values of all heads from one latent of, say, 576 numbers, while the expanded
 heads have tens of thousands. A plan made with ``Planner(..., kv_heads=1, latent=576)`` counts the latent's bytes for
-every key that moves and the expanded heads' FLOPs for every pair. This file runs it:
+every key that moves and the expanded heads' FLOPs for every pair. This file runs such a plan:
 
-    forward    latents of the keys this rank reads arrive by the plan's table  ->  expand  ->  attention  ->  output at
-               home
-    backward   they arrive again  ->  expand  ->  attention's gradients  ->  expand's gradients: of its weights, which
-               stay here as any parameter's share, and of the latents, which go home by the plan's table and are summed
-               where paths meet
+    forward    receive the latents of the keys that this rank reads  ->  expand them  ->  attention of own queries
+    backward   receive the latents again (unless the plan keeps them)  ->  expand them  ->  gradients of attention  ->
+               gradients of ``expand``: those of its weights stay on this rank as its share, those of the latents are
+               sent home and summed where their paths meet
 
-All keys lie in one *arena*, as :mod:`flexcp.executor.latent_program` derives from the plan. Bytes are the plan's, in
-both directions. There is no overlap: everything arrives, then everything is computed. So a backward's latents and
-gradients, which share stages in the plan, travel one after the other here. Each stage is one call of the step's
-exchange: tags, time limits and words on who is late are the same as in any attention
+All latents of a pass lie in one tensor, the *arena* of :mod:`flexcp.executor.latent_program`. The bytes that move are
+the plan's, in both directions. Transfers and computation do not overlap: everything arrives, then everything is
+computed. A backward's latents and gradients, which share stages in the plan, therefore travel one after the other here.
+Each stage is one call of the step's exchange, so tags, time limits and error messages are the same as in any attention
 (:mod:`flexcp.executor.exchange.transports`).
 """
 
@@ -31,7 +31,7 @@ from flexcp.executor.arguments import attention_scale, check_call, check_running
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.exchange.transports import Exchange
-from flexcp.executor.kernels import Settings, find_kernel, uploaded
+from flexcp.executor.kernels import Settings, find_kernel, on_device, uploaded
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
 from flexcp.executor.layer_masks import mask_number
@@ -55,12 +55,13 @@ def latent_attention(
     softcap: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Attention of the whole batch, seen from this rank: ``[local tokens, heads, v_head_dim]``.
+    """Compute multi-latent attention of the whole batch and return this rank's rows,
+    ``[local tokens, heads, v_head_dim]``.
 
-    ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` ``[local tokens, width]``, with whatever of the keys is
-    shared by all heads (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``,
-    ``[rows, heads, ...]``, of any rows; it must be a function of its arguments alone, row by row. Gradients reach
-    ``q``, ``latent`` and ``weights``, the last as this rank's share.
+    ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` is ``[local tokens, width]``; the latent includes every
+    part of the keys that all heads share, such as the rotated part. ``expand(latent, *weights)`` makes ``k`` and ``v``,
+    both ``[rows, heads, ...]``, from any number of rows; it must treat each row by itself and use nothing but its
+    arguments. Gradients reach ``q``, ``latent`` and ``weights``; those of ``weights`` are this rank's share.
     """
     check_bound(step)
     check_tensors({"q": q, "latent": latent})
@@ -71,13 +72,14 @@ def latent_attention(
         number = mask_number(step.plan.batch, mask, None)
     settings = Settings(attention_scale(q, scale), softcap)
     asked = _Asked(expand, step, number, settings, step.choose_kernel(q.device, kernel))
-    out: Tensor = _LatentAttention.apply(q, latent, asked, *weights)
+    with on_device(q.device):
+        out: Tensor = _LatentAttention.apply(q, latent, asked, *weights)
     return out
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """All of a call but its tensors."""
+    """The arguments of one call that are not tensors."""
 
     expand: Expand
     step: Step
@@ -87,6 +89,8 @@ class _Asked:
 
 
 class _LatentAttention(torch.autograd.Function):
+    """The autograd function of :func:`latent_attention`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, latent: Tensor, asked: _Asked, *weights: Tensor) -> Tensor:
         step = asked.step
@@ -135,8 +139,8 @@ class _LatentAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LatentMessages:
-    """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or,
-    where partial, the ``wide`` one.
+    """The exchange of one pass and the form of its messages: rows of ``width`` numbers, final rows in ``dtype`` and
+    partial sums in the accumulator dtype ``wide``.
     """
 
     exchange: Exchange
@@ -145,7 +149,7 @@ class LatentMessages:
     wide: torch.dtype
 
     def exchanged(self, number: int, stage: Stage, arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run one stage: (rows of the arena, what arrived for them), in a fixed order."""
+        """Run one stage: send rows of ``arena``, then yield (arena rows, values received for them) in a fixed order."""
         leaving, arriving = (
             Buffers.alone(list(_sizes(blocks, self.width, self.dtype, self.wide).items()), arena.device)
             for blocks in (stage.sends, stage.receives)
@@ -158,7 +162,9 @@ class LatentMessages:
             yield rows, part.to(arena.dtype)
 
     def _parts(self, buffers: Buffers, blocks: tuple[RowBlock, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows, where they lie in the peer's message) of each block; wide ones are in front, so all are aligned."""
+        """Yield for each block its arena rows and its part of the peer's message. Wide blocks come first in a message,
+        so every part is aligned.
+        """
         left = dict(buffers.messages)
         for peer, rows, partial in blocks:
             dtype = self.wide if partial else self.dtype
@@ -168,7 +174,7 @@ class LatentMessages:
 
 
 def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward: bool) -> LatentMessages:
-    """Open the exchange of the next pass."""
+    """Open the exchange of this step's next pass."""
     form = (latent.shape[1], latent.dtype, types_of(latent).accumulator)
     stages = program.backward + program.home if backward else program.forward
     calls = tuple(_calls(stage, *form) for stage in stages)
@@ -176,6 +182,7 @@ def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward:
 
 
 def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
+    """Return the only call of a stage, or none if nothing moves in it."""
     receives, sends = (
         tuple(MessageRange(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
         for blocks in (stage.receives, stage.sends)
@@ -184,7 +191,7 @@ def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
 
 
 def _sizes(blocks: tuple[RowBlock, ...], width: int, dtype: torch.dtype, wide: torch.dtype) -> Counter[int]:
-    """Bytes of the message to or from each peer."""
+    """Return the bytes of the message to or from each peer, by peer."""
     found: Counter[int] = Counter()
     for peer, rows, partial in blocks:
         found[peer] += len(rows) * width * (wide if partial else dtype).itemsize
@@ -194,7 +201,9 @@ def _sizes(blocks: tuple[RowBlock, ...], width: int, dtype: torch.dtype, wide: t
 def _fetched(
     latent: Tensor, stages: tuple[Stage, ...], program: LatentProgram, step: Step, messages: LatentMessages
 ) -> Tensor:
-    """The arena: own latents and those that arrive, relayed ones passed on."""
+    """Return the arena ``[program.rows, width]``, filled with own and received latents, and forward those that this
+    rank relays.
+    """
     arena = latent.new_zeros((program.rows, latent.shape[1]))
     arena[uploaded(program.own, latent.device)] = step.in_stream_order(latent)
     for number, stage in enumerate(stages):
@@ -204,7 +213,7 @@ def _fetched(
 
 
 def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages, dtype: torch.dtype) -> Tensor:
-    """Gradients of own latents in stream order, from what every rank found for them."""
+    """Send and sum gradients of latents by the plan, and return those of this rank's own latents, in stream order."""
     for number, stage in enumerate(program.home, len(program.backward)):
         for rows, message in messages.exchanged(number, stage, gradient):
             gradient[rows] += message
@@ -215,6 +224,7 @@ def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages
 
 
 def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the k and v that ``expand`` makes of the arena, after a check of their shapes."""
     k, v = expand(arena, *weights)
     if k.dim() != 3 or v.dim() != 3 or len(k) != len(arena) or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -225,10 +235,11 @@ def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tenso
 
 
 def _check(q: Tensor, latent: Tensor, step: Step) -> None:
+    """Raise ValueError unless q and the latent have the shapes and the dtype of the step's plan."""
     shape = step.plan.shape
     if shape.latent is None:
         raise ValueError(
-            "this plan counts keys and values of heads; plan with Planner(kv_heads=1, latent=WIDTH) for latents"
+            "this plan moves keys and values of heads, not latents; plan with Planner(kv_heads=1, latent=WIDTH)"
         )
     wanted = {
         "q": (q, (step.local_tokens, shape.heads, shape.head_dim)),

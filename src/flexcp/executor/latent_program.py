@@ -1,8 +1,8 @@
-"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan.
-Integers only.
+"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan as integers.
 
-All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch.
-Queries stay at home and come with all their heads: a plan that moves or splits them is refused.
+All latents that a rank reads lie in one tensor, the *arena*, in stream order: own and received tokens interleaved. So
+the work consists of few large slices and needs one kernel launch. Queries stay on the rank that keeps them, with all
+their heads: plans that move queries or split heads raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 PLANS = 32
+"""Programs that :func:`make_latent_program` remembers."""
 
 RowBlock = tuple[int, Ints, bool]
-"""A peer, rows of the arena, and whether they are partial: in the accumulator dtype."""
+"""(peer, rows of the arena, whether they are partial sums, which travel in the accumulator dtype)."""
 PeerRows = dict[tuple[int, bool], list[Ints]]
+"""Rows of the arena, by (peer, partial)."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What leaves for and arrives from each peer, in the order it has in their message: what is partial first."""
+    """Rows that a rank sends and receives in one stage, in the order of each peer's message: partial rows first."""
 
     sends: tuple[RowBlock, ...] = ()
     receives: tuple[RowBlock, ...] = ()
@@ -37,9 +39,12 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class LatentProgram:
-    """A rank's arena (rows, and where its own tokens are), the stages of latents and of their gradients, and its work.
+    """What one rank does under one mask.
 
-    Stages have the plan's numbers, so that ranks agree on them; where this one has nothing to do, they are empty.
+    The arena has ``rows`` rows, and ``own`` are those of the rank's own tokens. ``forward`` and ``backward`` are the
+    stages that bring latents, ``home`` those that send their gradients back. ``slices`` is the work, over own query
+    rows and arena rows. Stages are numbered as in the plan, so that ranks agree on them; a stage in which this rank
+    neither sends nor receives is empty.
     """
 
     mask: int
@@ -54,7 +59,7 @@ class LatentProgram:
 
 @lru_cache(maxsize=PLANS)
 def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
-    """The program of one rank under one mask, derived once."""
+    """Return the program of one rank under one mask; results are cached."""
     kept = [np.sort(local_stream(plan.placement, r)) for r in range(plan.ranks)]
     programs = plan.programs[mask]
     forward, backward = (program.transfers for program in programs)
@@ -92,17 +97,18 @@ def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
 
 
 def _blocks(pieces: PeerRows) -> tuple[RowBlock, ...]:
+    """Return the blocks of one side of a stage, sorted by peer, with partial rows first."""
     order = sorted(pieces, key=lambda key: (key[0], not key[1]))
     return tuple((peer, np.concatenate(pieces[peer, partial]), partial) for peer, partial in order)
 
 
 def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
-    """This rank's regions as slices over its own rows and the arena's."""
+    """Return this rank's regions as slices: queries are numbered by own rows, keys by arena rows."""
     batch, regions = plan.batch, plan.placement.regions[mask]
     regions = regions.take(regions.rank == rank)
     if len(regions) and (regions.h0.any() or (regions.h1 != plan.shape.heads).any()):
         raise NotImplementedError(
-            f"strategy {plan.strategy!r} splits heads, and latent attention takes all; use 'blocks' or 'groups'"
+            f"strategy {plan.strategy!r} splits heads, and latent attention needs all of them; use 'blocks' or 'groups'"
         )
     index, slices = batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     begin = batch.starts[regions.document[index]]
@@ -120,7 +126,7 @@ def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
 
 
 def _stretches(tokens: Ints) -> tuple[Ints, Ints, Ints]:
-    """Ascending tokens as runs of neighbours: (first, one past the last, row of the first)."""
+    """Split ascending tokens into runs of consecutive ones: (first token, one past the last, row of the first)."""
     breaks = np.flatnonzero(np.diff(tokens) != 1) + 1
     first = np.concatenate([np.zeros(min(1, len(tokens)), np.int64), breaks])
     last = np.concatenate([breaks, np.full(min(1, len(tokens)), len(tokens), np.int64)])

@@ -1,9 +1,9 @@
-"""Layer masks: which of a plan's masks a layer uses.
+"""Layer masks: find out which of a plan's masks a layer uses.
 
-A layer says it by the mask's name, or as models say it, by its window: the number of keys a query sees, itself
-included, or 0 for a layer without one. The window must then be that of one of the plan's masks; a plan that lacks it is
-refused, because any other mask would train another model without a word. A layer that says neither can only be of a
-plan with one mask, for the same reason.
+An attention call names its mask, or gives its window as model configurations do: the number of keys that a query sees,
+itself included, or 0 for a layer without a window. A window must belong to one of the plan's masks; otherwise the call
+raises ValueError, because another mask would silently train another model. For the same reason a call that gives
+neither is allowed only if the plan has one mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcp.masks.tree import NAME as TREE
 
 
 def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
-    """The place in ``batch.masks`` of the mask of that name or window; without either, of the only one."""
+    """Return the index in ``batch.masks`` of the mask with this name or window; without either, of the only mask."""
     if window is None:
         if name is None and len(batch.masks) > 1:
             raise ValueError(
@@ -39,22 +39,26 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
 
 
 def checked_name(name: str | None) -> str | None:
-    """The name of a mask, or None; a mask itself is refused, because a layer's mask is one of the plan's."""
+    """Return ``name``, and raise ValueError if it is not a string or None: a call selects one of the plan's masks by
+    name and cannot pass a mask of its own.
+    """
     if name is not None and not isinstance(name, str):
         raise ValueError(f"mask= is the name of one of the plan's masks, as masks={{...}} gave it; got {name!r}")
     return name
 
 
 def passable(window: int | None) -> int | None:
-    """A layer's window as an operator of torch can take it: configurations write huge numbers for "no limit"."""
+    """Return a layer's window, limited to what an integer argument of a torch operator can hold: configurations write
+    huge numbers for "no limit".
+    """
     if window is not None and (not isinstance(window, int) or window < 0):
         raise ValueError(f"window= is how many keys a query sees, itself included, or 0 for all; got {window!r}")
     return None if window is None else min(window, NO_LIMIT + 1)
 
 
 def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
-    """Whether a mask is what a layer of that window means. A layer without one takes any mask
-    that is not a window of its own.
+    """Return whether a mask fits a layer with this window. A layer without a window (0) takes any mask that is not
+    itself a window.
     """
     if window == 0:
         return not all(_is_window(rule) for rule in mask.rules)
@@ -63,28 +67,31 @@ def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
         for rule in mask.rules
     ):
         return True
-    # Documents that fit the window see the same under a causal mask, where the plan has no other for this layer.
+    # In documents no longer than the window, a causal mask is the same; accept it if it is the plan's only mask.
     return len(batch.masks) == 1 and int(batch.lengths.max()) <= window and all(r == causal() for r in mask.rules)
 
 
 def _is_window(rule: Mask) -> bool:
-    """Whether a mask hides what is far away, as a window or as chunks do."""
+    """Return whether a mask hides distant keys, as windows and chunks do."""
     if rule.name == TREE:
         return _left_of_tree(rule) is not None
     return rule.name == "chunked" or (rule.name == "window" and rule != causal())
 
 
 def _called(window: int) -> str:
+    """Return a description of a layer with this window, for messages."""
     return f"a layer with a window of {window} keys" if window else "a layer without a window"
 
 
 def _listed(batch: Batch) -> str:
+    """Return the names and rules of the plan's masks, for messages."""
     return ", ".join(
         f"{mask.name!r} ({', '.join(str(rule) for rule in dict.fromkeys(mask.rules))})" for mask in batch.masks
     )
 
 
 def _missing(batch: Batch, window: int) -> str:
+    """Return the message for a window that no mask of the plan has."""
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
     return (
         f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': "

@@ -1,6 +1,6 @@
-"""Local rows: per-token tensors between the stream and the ranks, and the loss that goes with them.
+"""Local rows: move per-token tensors between the stream and the ranks, and compute the loss of a rank's rows.
 
-Everything here hangs on the stream token of each local row, which any rank knows of any other
+All functions rest on one map, the stream token of each local row, which every rank can compute for every other rank
 (:mod:`flexcp.executor.run.rank_rows`).
 """
 
@@ -24,18 +24,18 @@ from flexcp.plan.positions import refuse_branches
 
 Ints = NDArray[np.int64]
 DEFAULT_IGNORE = -100
-"""The label of rows that have none, as torch's cross entropy has it."""
+"""The label of rows without a label: the default ``ignore_index`` of torch's cross entropy."""
 
 
 def shard(full: Tensor, indices: Tensor, pad: float | int) -> Tensor:
-    """Rows ``indices`` of a stream tensor; -1 gives ``pad``."""
+    """Return rows ``indices`` of a stream tensor, on its device; an index of -1 gives a row of ``pad``."""
     local = full[uploaded(indices.clamp(min=0).numpy(), full.device)]
     missing = indices < 0
     return _filled(local, missing.numpy(), pad) if bool(missing.any()) else local
 
 
 def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Tensor:
-    """All ranks' rows in stream order, without pads, on every rank."""
+    """Return the rows of all ranks in stream order, without pads, on every rank."""
     everyone = all_gathered(local, placement.tokens.tolist(), collectives, "step.gather")
     source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
     order = np.argsort(source, kind="stable")[: placement.batch.tokens]
@@ -43,15 +43,17 @@ def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Ten
 
 
 def all_gathered(local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:
-    """All ranks' rows, rank after rank, on every rank; ``counts`` says how many each has.
-    Backward sums the gradients of all ranks.
+    """Return the rows of all ranks, one rank after the other, on every rank; ``counts`` is the number of rows of each.
+    The backward sums the gradients of all ranks.
     """
     found: Tensor = _AllGather.apply(local, counts, collectives, place)
     return found
 
 
 def roll(local: Tensor, placement: Placement, collectives: Collectives, shift: int, fill: float | int) -> Tensor:
-    """Row t of the result is row ``t - shift`` of the stream where that is the same document, else ``fill``."""
+    """Shift the stream by ``shift`` tokens inside each document: the result has, in the row of stream token t, the row
+    of token ``t - shift``, or ``fill`` where that token is in another document.
+    """
     batch = placement.batch
     wanted = []
     for r in range(placement.ranks):
@@ -74,8 +76,8 @@ def relayout(
     back: bool,
     place: str = "step.relayout",
 ) -> Tensor:
-    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order);
-    or ``back``, pads zero.
+    """Move rows from the plan's layout to the layout ``maps`` (for each rank, its stream tokens in order), or with
+    ``back`` from that layout to the plan's. Pads become zero.
     """
     here = [local_stream(placement, r) for r in range(placement.ranks)]
     there = [np.asarray(index, np.int64) for index in maps]
@@ -87,39 +89,43 @@ def relayout(
 
 
 def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
-    """``x`` with the marked rows set to ``value``."""
+    """Return ``x`` with the marked rows set to ``value``."""
     marked = uploaded(rows, x.device).view((-1,) + (1,) * (x.dim() - 1))
     return torch.where(marked, torch.full((), value, dtype=x.dtype, device=x.device), x)
 
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
-    """Labels of the whole stream, int64: each token's successor in its document, ``ignore`` at the documents' ends."""
+    """Return the labels of the whole stream, int64: for each token the next one of its document, and ``ignore`` for the
+    last token of a document.
+    """
     refuse_branches(batch, "next-token labels know")
-    # Bytes, in which small vocabularies are kept, would have no room for ``ignore``.
+    # int64, because tokens of small vocabularies may be bytes, which cannot hold ``ignore``.
     labels = torch.roll(tokens.to(torch.int64), -1, 0)
     labels.index_fill_(0, uploaded(batch.starts[1:] - 1, tokens.device), ignore)
     return labels
 
 
 def refuse_shifted(tokens: Tensor, labels: Tensor, successors: Tensor, ignore: int, who: str) -> None:
-    """Raise for labels that are already each token's successor, and that ``who`` would shift once more."""
+    """Raise ValueError for labels that are already next tokens (``successors``) and that ``who`` would shift again."""
     given = (labels != ignore) & (successors != ignore)
     if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
         raise ValueError(
-            f"labels are already shifted: each is the token after its own, and {who} would shift them once more; pass "
-            "labels that stand beside their own tokens, as Transformers takes them, or none for every next token"
+            f"labels are already shifted: each is the token after its own, and {who} would shift them again; pass "
+            "labels that are not shifted, as Transformers takes them, or none to train on every next token"
         )
 
 
 def without_pads(labels: Tensor, indices: Tensor, ignore: int) -> Tensor:
-    """Labels with ``ignore`` at the pads of this rank's rows, whatever stood there."""
+    """Return this rank's labels with ``ignore`` at its pads, which are the rows whose index is negative."""
     pads = (indices < 0).numpy()
-    # Bytes would have no room for ``ignore``.
+    # int64, because bytes cannot hold ``ignore``.
     return _filled(labels.to(torch.int64), pads, ignore) if pads.any() else labels
 
 
 def token_mean_loss(logits: Tensor, labels: Tensor, collectives: Collectives, ignore: int) -> Tensor:
-    """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
+    """Return the sum of this rank's cross entropies divided by the valid labels of all ranks. The sum depends on
+    ``logits`` even if no label of this rank is valid, so that its backward always runs.
+    """
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     try:
         total = torch.nn.functional.cross_entropy(wide, labels, ignore_index=ignore, reduction="sum")
@@ -130,7 +136,7 @@ def token_mean_loss(logits: Tensor, labels: Tensor, collectives: Collectives, ig
 
 
 def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
-    """Raise for what is no ``[tokens, vocabulary]`` of logits and ``[tokens]`` of labels."""
+    """Raise ValueError unless logits are ``[tokens, vocabulary]`` and labels ``[tokens]``, in suitable dtypes."""
     wanted = {"logits": (logits, 2, f"({tokens}, vocabulary)"), "labels": (labels, 1, f"({tokens},)")}
     for name, (x, dims, shape) in wanted.items():
         if not isinstance(x, Tensor):
@@ -140,20 +146,21 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
             way = f"; pass {instead}" if instead else ""
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but step.loss expects {shape}, this rank's rows{way}")
     if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; a cross entropy is of floating point numbers")
+        raise ValueError(f"logits are {logits.dtype}; a cross entropy needs floating-point numbers")
     if labels.dtype not in (torch.int64, torch.uint8):
         raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
     if len(logits) == len(labels) == tokens - 1:
         raise ValueError(
-            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: nothing is to be cut "
-            "off or shifted, because step.labels(tokens) are next tokens already; pass step.loss(logits, "
+            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: do not cut off or "
+            "shift anything, because step.labels(tokens) are next tokens already; call step.loss(logits, "
             "step.labels(tokens))"
         )
     if len(logits) == tokens != len(labels):
-        raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; take them by step.labels(tokens)")
+        raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; make them by step.labels(tokens)")
 
 
 def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
+    """Return the message for the first label outside of the vocabulary."""
     outside = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore)
     row = int(outside.nonzero()[0])
     label = int(labels[row])
@@ -165,8 +172,8 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
         )
     elif label < 0:
         way = (
-            f"; where {label} marks rows without a label make the labels with step.labels(tokens, ignore={label}), "
-            f"which marks the ends of documents so too, and pass ignore={label} here"
+            f"; if {label} marks rows without a label, make the labels with step.labels(tokens, ignore={label}), "
+            f"which marks the ends of documents in the same way, and pass ignore={label} here"
         )
     return (
         f"the label of row {row} is {label}, outside of the vocabulary 0..{vocabulary - 1} and not ignore={ignore}{way}"
@@ -174,16 +181,21 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
 
 
 def mean_over_ranks(total: Tensor, count: Tensor, collectives: Collectives, place: str) -> Tensor:
-    """This rank's share of a mean over all ranks: its sum / what all of them count, at least 1."""
+    """Return this rank's share of a mean over all ranks: its sum, divided by the count of all ranks together (at least
+    1).
+    """
     return total / collectives.summed(place, count).clamp(min=1)
 
 
 SentAndReceived = list[tuple[Tensor, Tensor]]
+"""For each rank of the group: (local rows sent to it, rows of the result received from it)."""
 
 
 def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> SentAndReceived:
-    """For each peer: (local rows this rank sends it, local rows of the result that come from it).
-    ``source`` says who holds what.
+    """Return for each peer the local rows that ``rank`` sends it, and the rows of the result that come from it.
+
+    ``source`` has for each rank the stream tokens that it holds, ``wanted`` those that it is to get (-1 for none);
+    ``stream`` is the number of stream tokens, pads included.
     """
     owner = np.full(stream, -1)
     place = np.empty(stream, np.int64)
@@ -200,7 +212,7 @@ def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int
 
 
 class _Fetch(torch.autograd.Function):
-    """Rows from wherever they are; backward sends gradients back and adds them."""
+    """Fetch rows from the ranks that hold them; the backward sends their gradients back and adds them up."""
 
     @staticmethod
     def forward(
@@ -219,7 +231,9 @@ class _Fetch(torch.autograd.Function):
 def _exchange_rows(
     local: Tensor, rows_by_peer: SentAndReceived, rows: int, collectives: Collectives, place: str
 ) -> Tensor:
-    """Rows sent and received by ``rows_by_peer``; received rows are added where they belong."""
+    """Exchange rows as ``rows_by_peer`` says, and return ``rows`` rows: each is the sum of what was received for it,
+    zero if nothing was.
+    """
     out = local.new_zeros((rows, *local.shape[1:]))
     on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in rows_by_peer]
     sends = {peer: local[on_device[peer][0]].contiguous() for peer in collectives.others}
@@ -231,7 +245,7 @@ def _exchange_rows(
 
 
 class _AllGather(torch.autograd.Function):
-    """Rows of all ranks, rank after rank; backward sums the gradients of all ranks."""
+    """Gather the rows of all ranks, one rank after the other; the backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:

@@ -1,14 +1,14 @@
-"""slice_attention: the kernel alone, on one device, for packed documents and structured masks.
+"""slice_attention: attention on one device, without a plan or a group, for packed documents and structured masks.
 
     out = flexcp.slice_attention(q, k, v, flexcp.causal(), lengths=[5000, 120, 77])
 
-No plan, no group. A mask enters as slices, six integers each, over the rows of the packed documents;
-:func:`packed_slices` makes them, once for all layers that share a mask. Both directions are registered operators with
-shapes torch can trace, so a compiled model has no graph break; there the mask must come as that tensor of slices,
-because a Python object would be a constant of the graph and compile anew for every batch. Its values never enter the
-graph: only the number of slices is a (dynamic) shape.
+A mask is turned into slices, six integers each, over the rows of the packed documents; :func:`packed_slices` makes them
+once for all layers that share a mask. Both directions are registered operators whose shapes torch can trace, so a
+compiled model has no graph break. Under torch.compile the mask must be passed as this tensor of slices, because a
+Python object would be a constant of the graph and make torch compile again for every batch. The values of the tensor
+never enter the graph; only the number of slices does, as a dynamic shape.
 
-Work lists are remembered by the slices' values, for the layers of a model and the backward to share.
+Work lists are cached by the values of the slices, so the layers of a model and the backward share them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from flexcp.executor.torch_operators import Gradients, Inputs, Numbers, Results,
 from flexcp.masks import K1, Q1, is_empty, overlapping_pair, shift, trim
 
 REMEMBERED = 64
-"""Work lists kept: more than the masks of a model, few enough to forget old batches soon."""
+"""Work lists in the cache: more than a model has masks, and few enough to drop old batches soon."""
 
 
 def packed_slices(lengths: Sequence[int] | Ints, mask: MaskLike) -> Tensor:
-    """The slices of documents laid end to end: int64 ``[slices, 6]`` on the CPU, for :func:`slice_attention`.
+    """Return the slices of documents laid end to end, int64 ``[slices, 6]`` on the CPU, for :func:`slice_attention`.
 
-    ``mask`` is one for all documents, or one for each.
+    ``mask`` is one mask for all documents, or a list with one for each.
     """
     return _slices_of(make_batch(lengths, mask))
 
@@ -59,12 +59,12 @@ def slice_attention(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed documents on one device.
+    """Compute attention of packed documents on one device.
 
     ``q`` is ``[tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size.
-    ``mask`` is a mask for documents of the given ``lengths`` (without them: one document), a list with one mask for
-    each, or the tensor that :func:`packed_slices` made of them, which torch.compile needs. The other arguments and the
-    result are those of :func:`flexcp.attention`.
+    ``mask`` is one mask for documents of the given ``lengths`` (by default one document), a list with a mask for each
+    document, or the tensor that :func:`packed_slices` makes of both, which torch.compile needs. The other arguments and
+    the result are those of :func:`flexcp.attention`.
     """
     check_tensors({"q": q, "k": k, "v": v}, sinks)
     check_running(kernel, deterministic, sm_margin, return_lse)
@@ -86,15 +86,16 @@ def slice_attention(
 
 
 def _slices_of(batch: Batch) -> Tensor:
+    """Return the slices of a batch in stream coordinates, int64 ``[slices, 6]``."""
     mask = batch.masks[0]
     begin = np.repeat(batch.starts[:-1], np.diff(mask.first))
     table = shift(mask.slices, begin, begin)
-    # Compiled graphs are made anew for sizes 0 and 1: empty slices keep them away.
+    # torch.compile specialises on sizes 0 and 1: add empty slices so that there are at least two.
     return torch.from_numpy(np.concatenate([table, np.zeros((max(0, 2 - len(table)), 6), np.int64)]))
 
 
 def _attend(x: Inputs, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """Output in the model's dtype and LSE in the dtype the backward wants."""
+    """Run the forward and return the output in the model's dtype and the LSE in the dtype that the backward takes."""
     q, k, v, sinks, slices = x
     module, work, whole = _work_of(q, k, v, slices, numbers.kernel)
     out, lse = local_forward(module, work, whole, types_of(q), numbers.settings, q, k, v, rounded=sinks is None)
@@ -104,7 +105,7 @@ def _attend(x: Inputs, numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(back: Gradients, x: Inputs, made: Results, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dsinks (empty without sinks)."""
+    """Run the backward and return dq, dk, dv and dsinks (empty without sinks)."""
     q, k, v, sinks, slices = x
     module, work, whole = _work_of(q, k, v, slices, numbers.kernel)
     gradient = OutputGradient(back.do, made.out, back.dlse, made.lse.dtype)
@@ -117,7 +118,7 @@ _forward = register_attention(("slice_attention_forward", "slice_attention_backw
 
 
 def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None) -> tuple[Any, Any, bool]:
-    """(kernel module, its work list, whether every row sees a key)."""
+    """Return (kernel module, its work list for these slices, whether every query row sees a key)."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     return _work(kernel, slices.numpy().tobytes(), len(q), len(k), sizes, q.dtype, q.device)
 
@@ -132,6 +133,7 @@ def _work(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Any, Any, bool]:
+    """Check the slices and make the work list, as :func:`_work_of` returns it; results are cached."""
     table = trim(np.frombuffer(slices, np.int64).reshape(-1, 6))
     table = table[~is_empty(table)]
     if len(table) and (table.min(axis=0)[:4].min() < 0 or table[:, Q1].max() > queries or table[:, K1].max() > keys):
@@ -154,6 +156,7 @@ def _work(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None, scale: float | None, softcap: float | None
 ) -> None:
+    """Raise ValueError for tensors whose shapes, dtypes or devices do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} is [tokens, heads, head size]; got shape {tuple(x.shape)}")

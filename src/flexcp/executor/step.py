@@ -1,7 +1,7 @@
-"""Step: a plan bound to a process group on this rank; :mod:`flexcp.executor.bind` makes it.
+"""Step: a plan bound to a process group on this rank, made by :mod:`flexcp.executor.bind`.
 
-The step knows which tokens of the stream are here and in which order, moves any per-token tensor in and out of that
-layout, and carries the rank's programs for :func:`flexcp.attention`. It travels as an argument, never through a global.
+The step knows which tokens of the stream this rank keeps and in which order, moves per-token tensors in and out of that
+layout, and holds the rank's programs for :func:`flexcp.attention`. It is passed as an argument, never by a global.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
-from flexcp.executor.losses.copied_labels import WARNING as COPIED_LABELS
 from flexcp.executor.losses.copied_labels import SeenTokens
 from flexcp.executor.losses.edges import (
     Edges,
@@ -46,6 +45,7 @@ from flexcp.executor.losses.edges import (
     weighed_loss,
 )
 from flexcp.executor.losses.loss_watch import LossWatch
+from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
@@ -62,64 +62,65 @@ from flexcp.plan.user_layouts import user_layout
 
 
 class Step:
-    """One rank's view of a plan. Make it with :func:`bind`, give it to :func:`flexcp.attention`.
+    """One rank's view of a plan. Make it with :func:`bind` and pass it to :func:`flexcp.attention`.
 
-    What users take from it (everything else is for the executor and may change):
+    The parts for users (everything else is for the executor and may change):
 
-    - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (what RoPE wants);
+    - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (for RoPE);
     - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
-    - of documents that branch: ``edges``, ``log_probs``, ``gather_sequences``;
-    - ``loss``, and ``share`` for a loss of one's own; ``prepare`` to set up ahead of the first layer;
+    - for documents that branch: ``edges``, ``log_probs``, ``gather_sequences``;
+    - ``loss``, and ``share`` for a loss of your own; ``prepare`` to set up ahead of the first layer;
     - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``,
       ``arena``.
     """
 
     def __init__(self, passes: Passes, recipe: RankRecipe | None = None) -> None:
         self.passes, self.collectives = passes, passes.collectives
-        """What its ranks tell each other outside attention: see :mod:`flexcp.executor.exchange.collectives`."""
+        """Exchanges among the step's ranks outside attention (:mod:`flexcp.executor.exchange.collectives`)."""
         self.plan, self.rank = plan, rank = passes.plan, passes.rank
         self.group, self.timeout = self.collectives.group, self.collectives.timeout
         self.local_tokens = int(plan.placement.tokens[rank])
         """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
-        """Bytes this rank really sent to each rank so far."""
+        """Bytes that this rank has sent to each rank so far."""
         self.telemetry: Watcher | None = None
-        """Who watches this step, if anybody: see :mod:`flexcp.telemetry`."""
+        """The telemetry that watches this step, or None (:mod:`flexcp.telemetry`)."""
         self.handle = new_handle(self)
-        """This step as a tensor, for operators: see :mod:`flexcp.executor.step_handles`."""
+        """This step as a tensor, for operators (:mod:`flexcp.executor.step_handles`)."""
         self.calls = 0
-        """Attention calls of this step so far, recomputed ones included. 0 after a model's forward:
-        the model does not use flexcp.
+        """Attention calls of this step so far, including recomputed ones. If it is 0 after a model's forward, the model
+        does not use flexcp.
         """
         self.losses = LossWatch(plan.placement, self.group)
-        """How its losses and gradients are divided and reduced, as far as it was said or seen."""
+        """What is known about the division of the step's losses and the reduction of its gradients."""
         self.stream_compared = False
-        """Whether the ranks have told each other the stream they give this step, where a framework has them do so."""
+        """Whether a framework adapter has compared the streams that the ranks pass to this step."""
         self.asked_for_rows = False
-        """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
+        """Whether the step was asked for its rows, or the loader or a framework provided them (:meth:`note_call`)."""
         self.seen = SeenTokens()
-        """The streams of integers it saw: see :mod:`flexcp.executor.losses.copied_labels`."""
+        """The streams of integers that the step saw (:mod:`flexcp.executor.losses.copied_labels`)."""
         self.arena = Arena()
-        """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
+        """The memory in which passes work; another step may use it again: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
-        """Whether a mask of the plan keeps received keys for the backward."""
+        """Whether the plan keeps received keys for the backward, for any of its masks."""
         self.kernels: dict[str, str] = {}
-        """Kernels this step ran with, and why each was chosen."""
+        """The kernels that this step ran, and why each was chosen."""
         self._recipe = recipe
         self._pass_recipes: dict[tuple[int, bool], PassRecipe] = {} if recipe is None else dict(recipe.passes)
         self._prepared: dict[tuple[int, bool, str, Types], Prepared] = {}
         self._work_lists: WorkLists = {}
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
         self._orders: dict[torch.device, Tensor | None] = {}
+        self._table_streams = TableStreams()
 
     @property
     def cp_size(self) -> int:
-        """Ranks that share this step's batch."""
+        """The number of ranks that share this step's batch."""
         return self.plan.ranks
 
     @property
     def cp_rank(self) -> int:
-        """This rank among them."""
+        """The number of this rank among the ranks that share the batch."""
         return self.rank
 
     @property
@@ -131,22 +132,21 @@ class Step:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each local row in its document, int64; 0 for a pad. What RoPE wants.
+        """The position of each local row in its document, as RoPE needs it, int64; 0 for a pad.
 
-        In a tree it is the depth on the path from the root: every answer of a shared question goes on from the
-        question.
+        In a tree the position is the depth on the path from the root, so every answer of a shared question continues
+        the positions of the question.
         """
-        self.asked_for_rows = True
         return self.row_positions
 
     @cached_property
     def row_tokens(self) -> Tensor:
-        """:attr:`indices`, for those who do not ask for the user."""
+        """:attr:`indices`, for internal use: reading it does not count as the user asking for rows."""
         return torch.from_numpy(self._rows.tokens)
 
     @cached_property
     def row_positions(self) -> Tensor:
-        """:attr:`positions`, for those who do not ask for the user."""
+        """:attr:`positions`, computed once."""
         rows = self._rows
         found = (
             row_positions(self.plan, local_stream(self.plan.placement, self.rank))
@@ -157,7 +157,7 @@ class Step:
 
     @cached_property
     def kept_order(self) -> Tensor | None:
-        """Local rows in stream order, or None when they already are."""
+        """The local rows sorted by stream token, or None if they already are."""
         return None if self._rows.order is None else torch.from_numpy(self._rows.order)
 
     @cached_property
@@ -165,19 +165,19 @@ class Step:
         return rank_rows(self.plan, self.rank) if self._recipe is None else self._recipe.rows
 
     def kept_order_on(self, device: torch.device) -> Tensor | None:
-        """:attr:`kept_order` on a device, copied there once."""
+        """Return :attr:`kept_order` on a device; it is copied there once."""
         if device not in self._orders:
             order = self.kept_order
             self._orders[device] = None if order is None else uploaded(order.numpy(), device)
         return self._orders[device]
 
     def in_stream_order(self, local: Tensor) -> Tensor:
-        """Local rows in stream order, in which programs know them."""
+        """Return local rows in stream order, which is the order in which programs use them."""
         order = self.kept_order_on(local.device)
         return local if order is None else local[order]
 
     def in_local_order(self, kept: Tensor) -> Tensor:
-        """Undo :meth:`in_stream_order`."""
+        """Return rows in stream order as local rows; the inverse of :meth:`in_stream_order`."""
         order = self.kept_order_on(kept.device)
         if order is None:
             return kept
@@ -186,7 +186,7 @@ class Step:
         return local
 
     def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
-        """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
+        """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
         check_stream(full, "full", "step.shard", self.plan.batch.tokens, self.local_tokens)
         check_number("pad", pad)
         self.asked_for_rows = True
@@ -195,18 +195,19 @@ class Step:
         return local
 
     def gather(self, local: Tensor) -> Tensor:
-        """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
+        """Gather the local rows of all ranks and return the stream tensor ``[tokens, ...]`` on every rank.
+        Differentiable.
+        """
         self._check_rows(local, "step.gather")
-        # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are
-        # averaged.
+        # A loss of gathered rows is that of the whole batch on every rank, and its gradients are right if averaged.
         return self.losses.say(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
-        """Local rows moved by ``shift`` inside their documents, across ranks:
-        ``roll(x, -1)`` is each token's successor.
+        """Shift rows by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` gives each token the row of the
+        next.
 
-        Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is
-        refused.
+        Rows whose source lies outside their document, and pads, get ``fill``. Differentiable. Raises
+        NotImplementedError for documents that branch.
         """
         refuse_branches(self.plan.batch, "step.roll knows")
         check_whole("shift", shift)
@@ -215,21 +216,20 @@ class Step:
         return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``,
-        or an index array per rank. Differentiable.
+        """Move local rows to another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per
+        rank. Differentiable.
 
-        What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``,
-        then back with :meth:`restore`. Pads stay behind. A document that branches is refused.
+        Use it for layers that read tokens in order (state space models, convolutions): ``y = layer(step.relayout(x))``,
+        then :meth:`restore`. Pads are left out. Raises NotImplementedError for documents that branch.
         """
         refuse_order(self.plan.batch, "step.relayout")
         self._check_rows(local, "step.relayout")
         return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's,
-        zeros where it has pads. Differentiable.
-        """
+        """Undo :meth:`relayout`: move rows from the layout ``of`` back to the plan's; pads are zero. Differentiable."""
         maps = self._maps(of)
+        self.asked_for_rows = True
         check_rows(moved, "step.restore")
         with self.collectives.checking("step.restore"):
             if len(moved) != len(maps[self.rank]):
@@ -240,6 +240,7 @@ class Step:
         return local_rows.relayout(moved, self.plan.placement, self.collectives, maps, back=True, place="step.restore")
 
     def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[local_rows.Ints, ...]:
+        """Return the stream tokens of every rank in a layout other than the plan's own."""
         maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
         if maps is None:
             raise ValueError(
@@ -248,25 +249,25 @@ class Step:
         return maps
 
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
-        """Next-token labels of this rank's rows from the stream's token ids:
-        shifted inside documents *before* sharding.
+        """Return the next-token labels of this rank's rows, given the token ids of the whole stream; they are shifted
+        inside documents *before* sharding.
 
-        Where a token has several ids, ``[tokens, ids]``, each has its own successor. Labels that are shifted already
-        (each the token after its own) are not for here: ``step.shard`` them. A document that branches is refused.
+        If a token has several ids, ``[tokens, ids]``, each is shifted by itself. Do not pass labels that are already
+        shifted; ``step.shard`` them instead. Raises NotImplementedError for documents that branch.
         """
         check_whole("ignore", ignore)
         check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
         check_whole_numbers(tokens, "tokens", "step.labels")
         successors = local_rows.next_tokens(tokens, self.plan.batch, ignore)
-        # Labels say nothing of where the model's input came from, so this is no asking for rows.
+        # This does not count as asking for rows: labels do not tell where the model's input comes from.
         return local_rows.shard(successors, self.row_tokens, ignore)
 
     def edges(self, tokens: Tensor, ignore: int = -100) -> Edges:
-        """Every token of this rank with each of its next tokens, from the stream's token ids: for documents that
-        branch, and any others.
+        """Return the edges of this rank, which are its tokens with each of their next tokens, given the token ids of
+        the whole stream. Made for documents that branch, and works for all.
 
-        See :class:`Edges` for what it holds. Next tokens whose id is ``ignore`` do not count, so ``tokens`` may also be
-        labels that stand beside their own tokens.
+        See :class:`Edges`. Next tokens whose id is ``ignore`` do not count, so ``tokens`` may also be labels that are
+        not shifted.
         """
         check_whole("ignore", ignore)
         check_stream(tokens, "tokens", "step.edges", self.plan.batch.tokens, self.local_tokens)
@@ -276,12 +277,12 @@ class Step:
         return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
 
     def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int = -100) -> Tensor:
-        """The log-probability of the next token of each edge of this rank, ``[edges]``, float32 at least;
-        0 where it does not count.
+        """Return the log-probability of the next token of each edge of this rank, ``[edges]``, in float32 or wider; 0
+        for edges that do not count.
 
-        ``tokens`` are the stream's ids, or ``step.edges(tokens)``: whose ``pairs()`` say which (sequence, position) a
-        value is of. :meth:`gather_sequences` brings values of all ranks together. Logits are read in chunks, and not
-        copied whole.
+        ``tokens`` are the ids of the whole stream, or ``step.edges(tokens)``, whose ``pairs()`` tell the (sequence,
+        position) of each value. :meth:`gather_sequences` collects the values of all ranks. Logits are read in chunks,
+        so no second tensor of their size is made.
         """
         edges = tokens if isinstance(tokens, Edges) else self.edges(tokens, ignore)
         with self.collectives.checking("step.log_probs"):
@@ -290,11 +291,11 @@ class Step:
             return edge_log_probs(logits, edges)
 
     def gather_sequences(self, values: Tensor, edges: Edges) -> list[Tensor]:
-        """Values of all ranks' edges by sequence, on every rank:
-        for each sequence of the batch one for each of its tokens.
+        """Gather the values of all ranks' edges, and return on every rank, for each sequence of the batch, a value for
+        each of its tokens.
 
-        The first token of a sequence is nobody's next and has 0. Sequences come document by document, those of a tree
-        in the order of its ends. Differentiable, as :meth:`gather` is.
+        The first token of a sequence is not predicted and has 0. Sequences are ordered by document and, in a tree, by
+        its leaves. Differentiable, as :meth:`gather` is.
         """
         with self.collectives.checking("step.gather_sequences"):
             self._check_edges(edges, "step.gather_sequences")
@@ -310,6 +311,7 @@ class Step:
         return batch_sequences(self.plan.batch)
 
     def _check_edges(self, edges: Edges, place: str) -> None:
+        """Raise ValueError for edges of another step."""
         if edges.of_batch is not self._sequences:
             raise ValueError(
                 f"{place} got the edges of another step; take them by edges = step.edges(tokens) of this one"
@@ -325,25 +327,27 @@ class Step:
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
-        """Cross entropy of this rank's rows: local sum / valid tokens of all ranks, a share of the batch's mean.
+        """Return this rank's share of the batch's mean cross entropy: the sum over this rank's rows, divided by the
+        number of valid labels on all ranks.
 
-        ``labels`` are next tokens, ``step.labels(tokens)``: nothing is shifted here. Labels of one's own are shifted
-        inside their documents before they are sharded. Rows with the label ``ignore``, and pads whatever their label,
-        do not count. Labels that are the tokens themselves are warned of where the step has seen those.
+        ``labels`` are next tokens, ``step.labels(tokens)``; nothing is shifted here. Shift labels of your own inside
+        their documents before you shard them. Rows with the label ``ignore``, and all pads, do not count. Labels that
+        are the tokens themselves give a warning, if the step has seen the tokens.
 
-        A document that branches has more next tokens than rows: there give ``step.edges(tokens)`` in the place of
-        labels. The loss is then this rank's sum of edges by their ``weights``, which are ``edges.weights()`` unless
-        given: a share of the mean over all positions of all sequences, as if each were a document of its own.
+        A document that branches has more next tokens than rows: pass ``step.edges(tokens)`` instead of labels. The loss
+        is then this rank's sum over edges with ``weights``, by default ``edges.weights()``: a share of the mean over
+        all positions of all sequences, as if each sequence were a document of its own.
 
-        ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the
-        sum of the ranks' values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the
-        number of ranks, so that the averaged gradient is the batch's, and the batch's loss is the mean of the ranks'
-        values. Nothing can see that nobody averages: gradients are then as many times too large as there are ranks.
+        ``gradients`` says what happens to gradients over the ranks of this step. With ``"summed"`` the batch's loss is
+        the sum of the ranks' values. With ``"averaged"``, for DDP and other wrappers that average, the share is
+        multiplied by the number of ranks, so that the averaged gradient is the batch's, and the batch's loss is the
+        mean of the ranks' values. If nothing averages them after all, gradients are too large by the number of ranks;
+        flexcp cannot detect that.
 
-        The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in
-        backward. Logits of a model that ran no attention of this step are refused, unless ``without_attention`` says
-        that this is meant; shares made for one treatment of gradients are refused where attention ran inside a DDP or
-        FSDP2 module that does the other.
+        The result depends on ``logits`` even on a rank without valid labels, so that every rank takes part in the
+        backward. If this step's attention never ran, this raises RuntimeError, unless ``without_attention`` says that
+        this is intended. If attention ran inside a DDP or FSDP2 module that reduces gradients otherwise than
+        ``gradients`` says, it raises ValueError.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if isinstance(labels, Edges):
@@ -355,9 +359,7 @@ class Step:
                 return self.losses.say(weighed_loss(values, labels, weights) * factor)
         refuse_branches(self.plan.batch, "labels hold")
         if weights is not None:
-            raise ValueError(
-                "weights are of edges: pass step.edges(tokens) in the place of labels, or leave weights out"
-            )
+            raise ValueError("weights are for edges: pass step.edges(tokens) instead of labels, or leave weights out")
         check_whole("ignore", ignore)
         with self.collectives.checking("step.loss"):
             local_rows.check_logits(logits, labels, self.local_tokens)
@@ -377,26 +379,25 @@ class Step:
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
-        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks,
-        as :meth:`loss` does it.
+        """Return this rank's share of a mean that you compute yourself: ``total``, a sum over local rows, divided by
+        the sum of all ranks' ``count``, as :meth:`loss` does.
 
-        ``count`` is what this rank's sum would be divided by if it were alone: its own valid labels,
-        ``(labels != -100).sum()``, and not the batch's, such as the loader's ``batch.valid``, because counts are summed
-        over ranks here. One above this rank's rows is refused; on a GPU a tensor is looked at in the first step of a
-        group alone. Pads (``step.indices < 0``) are in neither sum nor count. ``gradients`` and ``without_attention``
-        are :meth:`loss`'s. A ``total`` that is plainly a mean is refused, unless ``count`` is 1.
+        ``count`` is the number of this rank's own valid labels, ``(labels != -100).sum()``. Do not pass the batch's
+        count, such as the loader's ``batch.valid``, because counts are summed over ranks here. A count above this
+        rank's rows raises ValueError; a tensor on a GPU is checked only in the first step of a group. Leave pads
+        (``step.indices < 0``) out of sum and count. ``gradients`` and ``without_attention`` are those of :meth:`loss`.
+        A ``total`` that was made by a mean raises ValueError, unless ``count`` is 1.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
             raise ValueError(f"total is a tensor of one number, the sum over this rank's rows; got {named_kind(total)}")
         if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.dim()):
-            raise ValueError(f"count is one number, of what this rank's sum is over; got {named_kind(count)}")
+            raise ValueError(f"count is one number, the labels that this rank's sum is over; got {named_kind(count)}")
         here = torch.as_tensor(count, device=total.device)
         if is_mean(total) and float(here) > 1:
             raise ValueError(
-                f"total is a mean, and would be divided once more by the {float(here):g} labels it is over: pass the "
-                "sum over this rank's "
-                'rows, as of cross_entropy(..., reduction="sum")'
+                f"total is a mean, and would be divided again by the {float(here):g} labels that it is over: pass the "
+                'sum over this rank\'s rows, such as cross_entropy(..., reduction="sum")'
             )
         with self.collectives.checking("step.share"):
             self._check_count(count)
@@ -406,8 +407,10 @@ class Step:
         return self.losses.say(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
 
     def _check_count(self, count: Tensor | float) -> None:
-        """Raise for a count that cannot be this rank's: one known to be the batch's, or above this rank's rows."""
-        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self._may_look_at(count)):
+        """Raise ValueError for a count that cannot be this rank's own: one of type :class:`CountOfAllRanks`, or one
+        above this rank's rows.
+        """
+        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self.may_look_at(count)):
             return
         rows = int((self.row_tokens >= 0).sum())
         if self.plan.batch.trees:  # a token counts once for each sequence that follows it
@@ -415,26 +418,32 @@ class Step:
         if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
 
-    def _may_look_at(self, x: Tensor) -> bool:
-        """Whether the host may read ``x``: a device would have to be waited for,
-        which is done in the first step of a group alone.
+    def may_look_at(self, x: Tensor) -> bool:
+        """Return whether the host may read ``x``. On a device it would have to wait, so there it may only in the first
+        step of a group.
         """
         return x.device.type == "cpu" or self.collectives.step == 1
 
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
-        if self.seen.done or not self._may_look_at(labels):
+        """Warn once if labels are the tokens themselves."""
+        if self.seen.done or not self.may_look_at(labels):
             return
-        rows = local_stream(self.plan.placement, self.rank)
-        own_cut = self.plan.ranks > 1 and np.array_equal(rows, self._own_cuts()[0])
-        if self.seen.copied(labels, ignore, self.plan.batch, own_cut):
-            warnings.warn(COPIED_LABELS, stacklevel=3)
+        own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
+        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut)
+        if found is not None:
+            warnings.warn(found, stacklevel=3)
 
-    def _own_cuts(self) -> list[local_rows.Ints]:
-        """This rank's tokens where its user cuts the stream into contiguous parts, and into zig-zag ones."""
-        cuts = (user_layout(name, self.plan.batch.tokens, self.plan.ranks) for name in ("contiguous", "zigzag"))
-        return [cut[self.rank] for cut in cuts if cut is not None]
+    def _cut_by_hand_fits(self) -> bool:
+        """Return whether rows that a user cuts without the step are the plan's: the plan was made for the user's
+        layout, or this rank's rows are its contiguous part of the stream.
+        """
+        if self.plan.layout_given:
+            return True
+        cut = self._maps("contiguous")[self.rank]
+        return np.array_equal(local_stream(self.plan.placement, self.rank), cut)
 
     def _check_attended(self, without_attention: bool) -> None:
+        """Raise RuntimeError if this step's attention never ran."""
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. "
@@ -442,32 +451,42 @@ class Step:
             )
 
     def note_call(self) -> None:
-        """Count an attention call, and see inside which module it runs."""
+        """Count an attention call. In the first one, warn if its rows may not be the plan's; in each, note the modules
+        that it runs in.
+        """
         self.calls += 1
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
-        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's:
-        tensors do not show it.
+        """Warn if the user seems to have cut rows without the step and forgotten ``layout=``: such rows would fit in
+        number, but would not be the plan's.
+
+        A tensor does not show which rows it holds. Labels at the ends of documents do not show it either, because some
+        train on next tokens across documents. But rows of a plan that places tokens freely can only come from the step,
+        so it suffices to know whether they were taken from it: by ``shard``, ``indices`` or ``restore``, or by the
+        loader or a framework. ``positions`` and ``labels`` do not count, because users who cut rows themselves take
+        those from the step too. There is no warning if a layout was given, if the plan's rows are the contiguous part
+        that everyone would cut, or if the number of rows does not fit a cut into equal parts. It is not an error,
+        because rows may follow the plan although the step was not asked: on a later pipeline stage, or random rows.
         """
-        if self.plan.ranks == 1 or self.asked_for_rows:
+        if self.plan.ranks == 1 or self.asked_for_rows or self._cut_by_hand_fits():
             return
-        rows = local_stream(self.plan.placement, self.rank)
-        mine = self._own_cuts()
-        if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
+        counts, tokens, ranks = self.plan.placement.tokens, self.plan.batch.tokens, self.plan.ranks
+        if self.local_tokens in (tokens // ranks, -(-tokens // ranks)) or bool((counts == counts[0]).all()):
             warnings.warn(
-                f"the plan gives rank {self.rank} tokens that are no single part of the stream, and nothing has asked "
-                "this step which: take them by step.shard(stream), and their positions from step.positions; or plan "
-                "with layout='contiguous' where every rank keeps the part it cut itself. Rows that follow the plan all "
-                "the same: ask for step.indices once, before attention",
+                f"the plan gives rank {self.rank} tokens that are not part {self.rank} of {ranks} equal parts of the "
+                "stream, and nothing has asked this step which: take them by step.shard(stream), and their positions "
+                "from step.positions; or plan with layout='contiguous' if every rank cuts its own part of the stream "
+                "('zigzag' or index arrays for other cuts). If the rows are the plan's after all, read step.indices "
+                "once before attention to end this warning",
                 stacklevel=2,
             )
 
     def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
-        """This rank's program for a mask and direction with what the plan decides about it,
-        derived on first use unless it came along.
+        """Return the recipe of this rank's program for a mask and direction; it is derived on first use, unless the
+        step was bound with a recipe.
         """
         key = (mask, backward)
         if key not in self._pass_recipes:
@@ -475,10 +494,14 @@ class Step:
         return self._pass_recipes[key]
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
-        """The program with its work lists and index maps on the device, made on first use."""
+        """Return the program for a mask and direction with its work lists and index maps on the device, made on first
+        use.
+        """
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
             self._check_backend(types.device)
+        self._table_streams.use(types.device, self.tables)
+        if key not in self._prepared:
             if not self._prepared:
                 recipe = self._recipe
                 self.arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
@@ -486,9 +509,13 @@ class Step:
             self._prepared[key] = prepare_program(made, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
 
+    def tables(self) -> list[Tensor]:
+        """Return the work lists and index maps that this step has made so far."""
+        return tables_in(self._prepared, self._work_lists, self._orders)
+
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
-        """Make everything attention needs on ``device`` now, for all masks and both directions,
-        rather than at the first layer.
+        """Make everything that attention needs on ``device`` now, for all masks and both directions, instead of in the
+        first layer.
         """
         types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device_of(device)))
         name = self.choose_kernel(types.device, kernel)
@@ -501,12 +528,12 @@ class Step:
     def open_exchange(
         self, mask: int, backward: bool, device: torch.device, calls: tuple[tuple[Call, ...], ...] | None = None
     ) -> Exchange:
-        """The exchange of the next pass of this step, in the plan's calls or in those given."""
+        """Open the exchange of the next pass of this step, with the plan's calls or with ``calls``."""
         return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"], calls)
 
     def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
-        """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice.
-        Noted in ``self.kernels``.
+        """Return the name of the kernel for tensors on ``device``, and note it in ``self.kernels``; ``kernel``
+        overrides the choice.
         """
         if (device, kernel) not in self._chosen:
             shape = self.plan.shape
@@ -517,6 +544,7 @@ class Step:
         return self._chosen[device, kernel]
 
     def _check_backend(self, device: torch.device) -> None:
+        """Raise ValueError if the group's backend cannot send tensors of this device."""
         if self.group is None or device.type != "cuda":
             return
         backends = str(dist.get_backend_config(self.group))
@@ -527,6 +555,7 @@ class Step:
             )
 
     def _check_rows(self, local: Tensor, place: str) -> None:
+        """Raise ValueError unless ``local`` has a row for each token of this rank."""
         self.collectives.check_usable()
         with self.collectives.checking(place):
             check_rows(local, place)
@@ -542,7 +571,7 @@ class Step:
 
 
 def check_bound(step: object) -> None:
-    """Raise for what is no step, such as the plan itself."""
+    """Raise ValueError for an argument that is not a step, such as a plan."""
     if isinstance(step, Plan):
         raise ValueError(
             f"{step!r} is a plan, and attention runs a step: "

@@ -1,10 +1,10 @@
-"""Step handles: a step as a tensor of one number, because a registered operator takes no Python object.
+"""Step handles: represent a step by a tensor of one number, because a registered operator cannot take a Python object.
 
-torch.compile makes a Python object a constant of the graph and compiles anew for every step; a tensor's value never
-enters the graph. So a step carries a tensor that holds its number, that tensor travels through graphs, recomputation
-and backward threads, and the operator looks the step up. This table is all of flexcp's process-wide state. It is weak:
-it keeps no step alive, decides nothing, and two models or two steps in one process cannot meet in it, because numbers
-are never used twice.
+torch.compile would make a Python object a constant of the graph and compile again for every step; a tensor's value
+never enters the graph. So each step has a tensor with its number, its *handle*. The handle travels through graphs,
+recomputation and backward threads, and the operator looks up the step by it. The table of steps is flexcp's only
+process-wide state. It holds weak references, so it keeps no step alive, and numbers are never used twice, so steps of
+several models in one process cannot be confused.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
 
 
 def new_handle(step: Step) -> Tensor:
-    """A tensor by which :func:`step_of` finds ``step`` as long as somebody keeps it."""
+    """Return a new tensor by which :func:`step_of` finds ``step``, as long as something else refers to the step."""
     number = next(_numbers)
     _steps[number] = step
     return torch.tensor(number)
 
 
 def live_steps() -> list[Step]:
-    """Every step of this process that somebody keeps."""
+    """Return all steps of this process that are still referred to."""
     return list(_steps.values())
 
 
 def step_of(handle: Tensor) -> Step:
-    """The step of a handle."""
+    """Return the step of a handle; raise RuntimeError if the step no longer exists."""
     step = _steps.get(int(handle))
     if step is None:
         raise RuntimeError(

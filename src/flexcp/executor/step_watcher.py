@@ -1,6 +1,7 @@
-"""Step watcher: what a step tells whoever watches it. Nobody does unless a step was bound with ``telemetry``.
+"""Step watcher: the interface by which a step reports to telemetry. It is used only by steps that were bound with
+``telemetry``.
 
-The room that watches is :mod:`flexcp.telemetry`; the executor knows only these shapes of it.
+:mod:`flexcp.telemetry` implements the interface; the executor knows nothing else of that package.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Follows the steps it is bound to."""
+    """Watches the steps that were bound with it."""
 
     def planning(self) -> AbstractContextManager[None]:
-        """Around the wait for the next step's plan."""
+        """Return a context that surrounds the wait for the next step's plan."""
 
     def binding(self, plan: Plan) -> AbstractContextManager[None]:
-        """Around a bind, which begins a step."""
+        """Return a context that surrounds a ``bind``, which begins a step."""
 
     def watch(self, step: Step, mask: int, backward: bool, device: torch.device) -> Watch:
-        """What follows the pass that comes next."""
+        """Return the watch of the step's next pass."""
 
     def after_forward(
         self,
@@ -41,6 +42,6 @@ class Watcher(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Look at the result of a forward, local rows in local order.
-        Every rank of the step comes here in the same call.
+        """Look at the inputs and results of a forward; all tensors hold this rank's rows in local order. Every rank of
+        the step calls this in the same attention call.
         """

@@ -1,24 +1,24 @@
 """Torch operators: attention as a pair of operators that torch can trace, differentiate and name.
 
-Both of flexcp's attentions, :func:`flexcp.attention` (over ranks) and :func:`flexcp.slice_attention` (one device), have
-the same outside:
+Both attention functions of flexcp, :func:`flexcp.attention` (over ranks) and :func:`flexcp.slice_attention` (one
+device), have the same signature:
 
     forward(Inputs, Numbers, ...) -> Results
     backward(Gradients, Inputs, Results, Numbers, ...) -> dq, dk, dv, dsinks (empty without sinks)
 
-A forward that keeps more for its backward than these returns :class:`Kept` too, bytes of a size that only it knows,
-which the backward gets after the results.
+A forward that keeps received keys for its backward also returns :class:`Kept`, bytes whose size is known only at run
+time; the backward gets them after the results.
 
-An operator of torch takes tensors and numbers one by one. They are the fields of these tuples, in their order: the
-schema is made of them, and what arrives is packed into them again before our functions see it. So a new number of a
-call is a new field, and nothing else.
+A torch operator takes single tensors and numbers, not tuples. The operator's schema is made of the fields of these
+tuples, in order, and the arguments are packed into the tuples again before the functions see them. To add a number to a
+call, add a field to its tuple.
 
-Shapes follow from q and v alone, so token counts are free in a compiled model, and the exchange between ranks stays
-eager inside: compiled collectives could be reordered against FSDP's.
+Output shapes follow from q and v alone, so a compiled model accepts any token count. The exchange between ranks stays
+eager inside the operator, because compiled collectives could be reordered against FSDP's.
 
-An operator's way through torch's dispatcher costs the host more than a short kernel runs. So the operators are called
-only where somebody watches for them (torch.compile, dispatch modes such as selective checkpointing's, transforms,
-subclasses of tensors); plain tensors in a plain call take the same functions through ``torch.autograd.Function``.
+A call through torch's dispatcher costs the host more time than a short kernel takes. So the operators are called only
+when something has to see them (torch.compile, dispatch modes such as selective checkpointing, functorch transforms,
+tensor subclasses). Plain tensors outside of these run the same functions through ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from flexcp.executor.kernels import Settings
+from flexcp.executor.kernels import Settings, on_device
 from flexcp.executor.run.message_layout import types_of
 
 
 class Inputs(NamedTuple):
-    """What a call computes with. ``where`` is the one tensor that says what attends to what:
-    a step's handle, or slices.
+    """The tensors of a call. ``where`` says which queries see which keys: it is a step's handle, or a table of
+    slices.
     """
 
     q: Tensor
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """How a call computes."""
+    """The arguments of a call that are not tensors."""
 
     scale: float
     softcap: float | None
@@ -58,35 +58,35 @@ class Numbers(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """What a kernel is told of them."""
+        """The same numbers as a kernel takes them."""
         return Settings(self.scale, self.softcap, self.deterministic, self.sm_margin or 0)
 
 
 class Results(NamedTuple):
-    """Output in the model's dtype and LSE in the dtype the backward wants."""
+    """Output in the model's dtype, and LSE in the dtype that the backward takes."""
 
     out: Tensor
     lse: Tensor
 
 
 class Kept(NamedTuple):
-    """Received keys, as bytes."""
+    """Received keys and values that are kept for the backward, as bytes."""
 
     keys: Tensor
 
 
 class Gradients(NamedTuple):
-    """What comes back for the results; for the LSE only where it was used."""
+    """Gradients of the results; ``dlse`` is None when the LSE was not used."""
 
     do: Tensor
     dlse: Tensor | None
 
 
 Tuples = tuple[Any, ...]
-"""Types from among the tuples above, and further ones of numbers."""
+"""Named-tuple types: those above, and others that hold numbers."""
 
 PLAIN = (Tensor, torch.nn.Parameter, type(None))
-"""What a call's tensors are if no subclass has a say in it."""
+"""Types of the tensors of a call in which no tensor subclass takes part."""
 
 
 def register_attention(
@@ -96,15 +96,15 @@ def register_attention(
     numbers: Tuples,
     keeps: bool = False,
 ) -> Callable[..., Any]:
-    """Register a pair of functions as ``flexcp::`` operators of these names; returns what calls the forward,
-    with its gradient.
+    """Register two functions as the operators ``flexcp::names[0]`` and ``flexcp::names[1]``, and return a
+    differentiable function that calls the forward.
 
-    ``numbers`` are the types of the tuples that both take after their tensors; ``keeps``: the forward returns what it
-    keeps.
+    ``numbers`` are the types of the tuples that both functions take after their tensors. ``keeps`` says that the
+    forward returns :class:`Kept` besides :class:`Results`.
     """
     made: Tuples = (Results, Kept) if keeps else (Results,)
-    plain_first = _packing(forward, (Inputs, *numbers))
-    plain_second = _packing(backward, (Gradients, Inputs, *made, *numbers))
+    plain_first = _packing(on_their_device(forward), (Inputs, *numbers))
+    plain_second = _packing(on_their_device(backward), (Gradients, Inputs, *made, *numbers))
     first = _operator(names[0], plain_first, (Inputs, *numbers), sum(len(fields._fields) for fields in made))
     second = _operator(names[1], plain_second, (Gradients, Inputs, *made, *numbers), 4)
     first.register_fake(_packing(_keeping_shapes if keeps else _forward_shapes, (Inputs,)))
@@ -115,7 +115,7 @@ def register_attention(
         x = Inputs._make(saved[: len(Inputs._fields)])
         if do is None:
             do = torch.zeros_like(saved[len(x)])
-        # Whoever wants a gradient of the gradient must meet an operator that says that it has none.
+        # Second derivatives are not supported: the registered operator raises for them, the plain function would not.
         run = second if torch.is_grad_enabled() or _is_watched(do, dlse, *x) else plain_second
         dq, dk, dv, dsinks = run(do, dlse, *saved, *ctx.numbers)
         return dq, dk, dv, None if x.sinks is None else dsinks, *([None] * (1 + len(ctx.numbers)))
@@ -123,7 +123,7 @@ def register_attention(
     first.register_autograd(gradients, setup_context=_save)
 
     class Plain(torch.autograd.Function):
-        """The same pair without operators."""
+        """The same two functions, without torch's dispatcher."""
 
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
@@ -141,16 +141,30 @@ def register_attention(
     return call
 
 
+def on_their_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` as a function that makes the device of its first tuple's first tensor the current one."""
+
+    def call(first: Any, *others: Any) -> Any:
+        with on_device(first[0].device):
+            return run(first, *others)
+
+    return call
+
+
 def _is_watched(*tensors: Tensor | None) -> bool:
-    """Whether anybody may want to see the operators of a call with these tensors."""
+    """Return whether torch.compile, a dispatch mode, a transform or a tensor subclass has to see the operators of a
+    call with these tensors.
+    """
     if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
         return True
-    # Neither question has a public name in torch.
+    # torch has no public function for either of these.
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) -> CustomOpDef:
-    """``call``, which takes the fields of these tuples one by one, as an operator."""
+    """Return ``call``, which takes the fields of the tuples ``takes`` one by one, as an operator with ``results``
+    output tensors.
+    """
     arguments = [
         Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
         for fields in takes
@@ -162,7 +176,9 @@ def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) 
 
 
 def _packing(run: Callable[..., Any], takes: Tuples) -> Callable[..., Any]:
-    """``run`` as a function of single arguments, packed into the tuples it takes; further ones are dropped."""
+    """Return ``run`` as a function of single arguments, which are packed into the tuples that ``run`` takes; arguments
+    beyond those are dropped.
+    """
     parts, at = [], 0
     for fields in takes:
         parts.append((fields._make, slice(at, at + len(fields._fields))))
@@ -175,7 +191,7 @@ def _packing(run: Callable[..., Any], takes: Tuples) -> Callable[..., Any]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep a forward's tensors in the order in which its backward takes them."""
+    """Save a forward's tensors for the backward, in the order in which the backward takes them."""
     tensors = len(Inputs._fields)
     ctx.save_for_backward(*inputs[:tensors], *output)
     ctx.numbers = inputs[tensors:]
@@ -183,16 +199,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _forward_shapes(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the forward's shapes and dtypes, for tracing."""
     size = (x.q.shape[0], x.q.shape[1], x.v.shape[2])
     return x.q.new_empty(size), x.q.new_empty(size[:2], dtype=types_of(x.q).statistics)
 
 
 def _keeping_shapes(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors like those of a forward that also returns kept keys, for tracing."""
     size = torch.library.get_ctx().new_dynamic_size()
     return *_forward_shapes(x), x.q.new_empty(size, dtype=torch.uint8)
 
 
 def _backward_shapes(_: Gradients, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return empty tensors of the backward's shapes and dtypes, for tracing."""
     dsinks = x.q.new_empty(0) if x.sinks is None else torch.empty_like(x.sinks)
     dq, dk, dv = (given.new_empty(given.shape) for given in (x.q, x.k, x.v))
     return dq, dk, dv, dsinks

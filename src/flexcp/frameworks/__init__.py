@@ -1,7 +1,7 @@
-"""Frameworks: flexcp in other people's models, through their public seams only. One file a framework;
-this one is what they share.
+"""Adapters for frameworks, one file each, which use only public extension points of the frameworks.
+This file has what they share.
 
-Adapters load on first use, because each needs a package of its own.
+Adapters are loaded on first use, because each needs its own package.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ _ADAPTERS = (
 
 @contextmanager
 def used(step: Step) -> Iterator[Step]:
-    """Raise at the end of the block when ``step`` ran no attention inside it:
-    the model would have trained on something else.
+    """Raise RuntimeError at the end of the block if ``step`` ran no attention inside it.
+    The model would then have trained with its own attention.
 
-    ``step.loss`` and the adapters of this room check the same by themselves; this is for loops with a loss of their
-    own.
+    ``step.loss`` and the adapters check this themselves; ``used`` is for loops that compute their own loss.
     """
     before = step.calls
     yield step
@@ -42,7 +41,7 @@ def used(step: Step) -> Iterator[Step]:
 
 
 def not_used(step: Step) -> str:
-    """What to say of a step that was given to a model and never ran."""
+    """Return the message for a step that was given to a model and never ran."""
     return (
         f"{step!r} was given to a model whose attention never used it: its layers still run their own attention. "
         "Turn flexcp on (docs/frameworks.md says how in each framework) or call flexcp.attention in your own layers"

@@ -1,9 +1,9 @@
-"""Collated batches: what a Hugging Face collator made of documents, read back as documents.
+"""Collated batches: the documents in a batch that a Hugging Face collator has made.
 
-A collator may pad (``attention_mask``), flatten or pack (``position_ids`` that start anew, documents numbered in the
-mask or in ``seq_idx``, ``cu_seq_lens_q``), also all at once. All become a stream without padding; :class:`Collated`
-keeps where in the batch each token stood, so that what was computed of it can go back there. Batches that contradict
-themselves are refused.
+A collator may pad (``attention_mask``), flatten or pack (``position_ids`` that restart at each document, documents
+numbered in the mask or in ``seq_idx``, ``cu_seq_lens_q``), or several of these at once. All become a stream without
+padding. :class:`Collated` keeps the place of each token in the batch, so that results can be put back there. Batches
+whose parts contradict each other are refused.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ KNOWN = {"input_ids", "labels"} | BORDERS
 
 @dataclass(frozen=True)
 class Collated:
-    """A batch without padding: tokens end to end and their shifted labels, ``[T]``, and the documents' lengths."""
+    """A batch without padding: tokens end to end and their shifted labels, ``[T]``,
+    and the lengths of the documents.
+    """
 
     tokens: Tensor
     labels: Tensor
     lengths: list[int]
     keep: Tensor
-    """``[rows, columns]``: which places of the batch the tokens stood at, row after row."""
+    """``[rows, columns]``: True at the places of the batch that hold the tokens, in row order."""
 
     def put_back(self, values: Tensor) -> Tensor:
-        """Values of the tokens, ``[T, ...]``, where the tokens stood, ``[rows, columns, ...]``;
-        zeros at padding. Differentiable.
+        """Return values of the tokens, ``[T, ...]``, at the tokens' places in the batch, ``[rows, columns, ...]``,
+        with zeros at padding. Differentiable.
         """
         found = values.new_zeros((*self.keep.shape, *values.shape[1:]))
         return found.index_put((self.keep,), values)
 
 
 def refuse_unknown(batch: Mapping[str, Any]) -> None:
-    """Raise for parts of a batch that nobody here would know how to shard."""
+    """Raise NotImplementedError for parts of a batch that flexcp does not know how to shard."""
     unknown = {name for name in set(batch) - KNOWN if batch[name] is not None}
     if unknown:
         raise NotImplementedError(
@@ -58,7 +60,7 @@ def refuse_unknown(batch: Mapping[str, Any]) -> None:
 
 
 def read_batch(batch: Mapping[str, Any]) -> Collated:
-    """The documents of a collator's batch; those of a batch without labels are its tokens."""
+    """Read the documents of a collator's batch; without labels the tokens themselves are the labels."""
     ids = batch["input_ids"]
     labels = ids if batch.get("labels") is None else batch["labels"]
     mask = batch.get("attention_mask")
@@ -85,7 +87,7 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
 
 
 def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
-    """The lengths of documents without padding, as each part of a batch that knows of them has them."""
+    """Return the lengths of the documents without padding, once for each part of the batch that tells them."""
     said = {}
     mask, positions, numbers, borders = (
         batch.get(name) for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
@@ -108,18 +110,18 @@ def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
 
 
 def _kept(values: Tensor, keep: Tensor) -> list[Tensor]:
-    """The values of each row's tokens, without padding; rows of padding alone are left out."""
+    """Return the values of each row's tokens without padding; rows with only padding are left out."""
     pairs = zip(values.expand_as(keep), keep, strict=True)
     return [row[kept] for row, kept in pairs if bool(kept.any())]
 
 
 def _numbered(numbers: Tensor, keep: Tensor) -> list[int]:
-    """Lengths of the stretches of each row's tokens that have one number."""
+    """Return the lengths of consecutive tokens with the same number, row by row."""
     return [n for row in _kept(numbers, keep) for n in row.unique_consecutive(return_counts=True)[1].tolist()]
 
 
 def _refuse_holes(keep: Tensor) -> None:
-    """Raise for padding between a row's tokens, which may be the border of two documents or not."""
+    """Raise ValueError for padding between a row's tokens, which may or may not separate two documents."""
     begins = keep.int().diff(dim=1, prepend=keep.new_zeros(len(keep), 1).int()) == 1
     if bool((begins.sum(1) > 1).any()):
         raise ValueError(

@@ -5,17 +5,16 @@
     step = flexcp.bind(plan, mesh["cp"])
     loss = model(**huggingface.inputs(tokens, step)).loss   # gradients="averaged" under DDP
 
-The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function.
-``[1, H, S, D]`` is seen as flexcp's ``[S, H, D]`` without a copy. Positions that nobody gave are filled in from the
-step: the model itself would count this rank's rows. A layer's window picks its mask from the plan by value, never by
-the layer's number.
+The step is a keyword of the model's forward: Transformers passes keywords it does not know to every attention function.
+``[1, H, S, D]`` is viewed as flexcp's ``[S, H, D]`` without a copy. If the caller gives no positions, they are filled
+in from the step, because the model itself would number this rank's rows. A layer finds its mask in the plan by the
+value of its window, never by the layer's number.
 
-Without a step the documents of this process attend alone (``cu_seq_lens_q``, or ``position_ids`` that start anew),
-which is what one process means by packing. On several ranks that would be a silent mistake, so it must be said:
-``step="alone"``.
+Without a step, the documents of this process attend alone (``cu_seq_lens_q``, or ``position_ids`` that restart), as in
+packing on one process. On several ranks that would be a silent mistake, so it must be stated: ``step="alone"``.
 
-What Transformers calls in every layer is in :mod:`flexcp.frameworks.huggingface_attention`; what is checked around a
-model's forward is in :mod:`flexcp.frameworks.huggingface_checks`.
+The functions that Transformers calls in every layer are in :mod:`flexcp.frameworks.huggingface_attention`; the checks
+around a model's forward are in :mod:`flexcp.frameworks.huggingface_checks`.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
 from flexcp.masks import Mask, causal, chunked, window, windowed
 from flexcp.masks.tree import NAME as TREE
+from flexcp.models.config import attention_heads
+from flexcp.models.config_fields import Fields
 from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
 
@@ -49,7 +50,7 @@ NAME = "flexcp"
 
 
 def register() -> None:
-    """Make ``attn_implementation="flexcp"`` known to Transformers. Doing it again changes nothing."""
+    """Make ``attn_implementation="flexcp"`` known to Transformers; may be called repeatedly."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, flexcp_attention)
@@ -57,12 +58,12 @@ def register() -> None:
 
 
 def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
-    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step
+    """Let ``model`` use flexcp's attention from now on, and raise whenever it is given a step
     that its attention does not use.
 
     The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does.
-    That is the object the model was made of: another model made of the same one attends by flexcp too, without the
-    checks. Make it of ``copy.deepcopy(config)``.
+    Another model made from the same config object uses flexcp's attention too, without the checks; make it from
+    ``copy.deepcopy(config)`` instead.
     """
     model = _inside(model)
     if not model.is_backend_compatible():
@@ -78,12 +79,13 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
 def masks(
     model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel, mask: MaskLike | None = None
 ) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full``, ``window`` and ``chunks of N``,
-    with how many layers use each.
+    """Return the masks of a model's layers for ``planner(lengths, masks=...)``: ``full``, ``window`` and ``chunks of
+    N``,
+    with the number of layers that use each.
 
-    From the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or
-    ``causal()`` for each document. Layers with a window then have the same trees in that window. Without it all
-    documents are causal.
+    ``model`` is the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree
+    or ``causal()`` for each document. Layers with a window then have the same trees in that window. Without ``mask``
+    all documents are causal.
     """
     model = _inside(model)
     config = _text_config(model)
@@ -118,7 +120,7 @@ def masks(
 
 
 def _text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a model's text layers, which stands inside that of a model with images."""
+    """Return the configuration of a model's text layers, which may be part of that of a model with images."""
     config: PreTrainedConfig = getattr(model, "config", model)
     return config.get_text_config()
 
@@ -144,40 +146,42 @@ def planner(
     tp: int = 1,
     **options: Any,
 ) -> Planner:
-    """A planner for a model's attention, from the model or its configuration;
-    ``tp`` is over how many ranks heads are split.
+    """Return a planner for a model's attention, from the model or its configuration;
+    ``tp`` is the number of ranks over which heads are split.
 
-    ``dtype`` is what the activations are in. By default it is that of the model's weights or the configuration's
-    ``dtype``, and float32 where a configuration says nothing, as Transformers makes such a model. Say it where autocast
-    or FSDP2's ``MixedPrecisionPolicy`` computes in another one.
+    ``dtype`` is the dtype of the activations. By default it is that of the model's weights or the configuration's
+    ``dtype``, or float32 if a configuration names none, as Transformers then makes the model. Give it if autocast or
+    FSDP2's ``MixedPrecisionPolicy`` computes in another dtype.
     """
     model = _inside(model)
     config = _text_config(model)
     dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
-    heads = int(config.num_attention_heads)
-    # GPT-BigCode has a switch in the place of a number.
-    kv_heads = int(
-        getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
-    )
+    heads, kv_heads, head_dim = _heads(config)
     if heads % tp or kv_heads % tp:
         raise ValueError(f"{heads} query and {kv_heads} KV heads cannot be split over tp={tp} ranks")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Planner(heads // tp, kv_heads // tp, int(head_dim), dtype=str(dtype), cluster=cluster, **options)
+    return Planner(heads // tp, kv_heads // tp, head_dim, dtype=str(dtype), cluster=cluster, **options)
+
+
+def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return (query heads, KV heads, head size) of a configuration, with the reader of ``config.json``."""
+    # Transformers provides the usual names of every family's sizes, whatever the file calls them.
+    usual = {name: getattr(config, name) for name in ("num_attention_heads", "hidden_size")}
+    return attention_heads(Fields(type(config).__name__, config.to_dict() | usual, config.model_type))
 
 
 def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: Gradients = "summed") -> dict[str, Any]:
-    """Keywords of a model's forward for this rank's rows of a batch, from the stream's token ids ``[T]``.
+    """Return the keywords of a model's forward for this rank's rows of a batch, from the stream's token ids ``[T]``.
 
     Labels, by default each token's successor, are shifted inside documents before they are sharded;
-    ``model(**inputs).loss`` is this rank's sum / the batch's valid labels. ``gradients`` says what happens to gradients
-    over the ranks of the step, as in ``step.loss``: where they are summed the batch's loss is the sum of the ranks';
-    where they are averaged (DDP) each rank's is multiplied by the number of ranks, and the batch's loss is their mean.
-    A rank that keeps no token gets one that nobody sees, because models are not written for none. The stream is the
-    same on every rank. That of a group's first step is compared, so there every rank of the group calls this, and waits
-    for the others no longer than the ``timeout`` of ``bind``.
+    ``model(**inputs).loss`` is this rank's sum / the batch's valid labels. ``gradients`` says how gradients are reduced
+    over the ranks of the step, as in ``step.loss``. If they are summed, the batch's loss is the sum of the ranks'
+    losses. If they are averaged (DDP), each rank's loss is multiplied by the number of ranks, and the batch's loss is
+    their mean. A rank without tokens gets one row that no other row sees, because models cannot run on none. The stream
+    must be the same on every rank. In a group's first step this is checked, so there every rank of the group must call
+    this function, and waits for the others at most the ``timeout`` of ``bind``.
 
-    Of a batch with a document that branches there are no labels, because a row may have several:
-    ``model(**inputs).logits[0]`` is for ``step.loss(logits, step.edges(tokens))`` and ``step.log_probs``.
+    A batch with a document that branches has no labels, because a row may have several: use
+    ``model(**inputs).logits[0]`` with ``step.loss(logits, step.edges(tokens))`` and ``step.log_probs``.
     """
     check_bound(step)
     batch = step.plan.batch
@@ -200,8 +204,8 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
 
 
 def _without_labels(step: Step, tokens: Tensor) -> dict[str, Any]:
-    """Keywords of a forward that gives logits alone."""
-    if step.local_tokens == 0:  # models are not written for none
+    """Return the keywords of a forward that gives only logits."""
+    if step.local_tokens == 0:  # models cannot run on no rows
         ids = positions = tokens.new_zeros(1)
     else:
         ids, positions = step.shard(tokens), step.positions.to(tokens.device)
@@ -209,7 +213,7 @@ def _without_labels(step: Step, tokens: Tensor) -> dict[str, Any]:
 
 
 def _refuse_other_marks(labels: Tensor) -> None:
-    """Raise for labels below 0 that Transformers' loss would not ignore."""
+    """Raise ValueError for labels below 0 that Transformers' loss would not ignore."""
     odd = ((labels < 0) & (labels != IGNORE)).nonzero()
     if len(odd):
         at, label = int(odd[0]), int(labels[odd[0]])
@@ -221,10 +225,10 @@ def _refuse_other_marks(labels: Tensor) -> None:
 
 
 def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
-    """Raise on every rank where ranks gave other token ids to the group's first step,
-    as samplers do that deal documents over ranks.
+    """Raise ValueError on every rank if ranks gave different token ids to the group's first step,
+    as with samplers that deal documents over ranks.
 
-    Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
+    Documents of equal lengths have equal plans on all ranks, so :func:`flexcp.bind` cannot detect this.
     """
     notes = step.collectives.notes
     if notes is None or step.collectives.step != 1 or step.stream_compared:
@@ -242,8 +246,10 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
 
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
-    """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
-    divisor = ValidLabels(valid, rows.step, gradients)
+    """Return the keywords of a model's forward for this rank's rows;
+    ``valid`` is the batch's number of labels on all ranks.
+    """
+    divisor = ValidLabels(valid, rows.step, gradients, (rows.labels != IGNORE).sum())
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],
@@ -257,5 +263,5 @@ def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[s
 
 
 def _inside(model: Any) -> Any:
-    """The model in a wrapper that passes calls on."""
+    """Return the model inside a DDP wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model

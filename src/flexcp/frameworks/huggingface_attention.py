@@ -1,10 +1,10 @@
 """The attention and mask functions that :mod:`flexcp.frameworks.huggingface` registers with Transformers.
 
-A layer's window comes as a keyword. That it attends inside chunks is told by its place in the configuration's
-``layer_types`` alone.
+The window of a layer is a keyword of its attention function. Whether a layer attends inside chunks follows only from
+its place in the configuration's ``layer_types``.
 
-What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional layers, biases, KV caches from earlier calls,
-weights as output, keywords nobody here knows.
+Anything that flexcp cannot do raises: dropout, padding, 4-D masks, bidirectional layers, biases, KV caches from earlier
+calls, attention weights as output, and unknown keywords.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ ELSEWHERE = frozenset(
         "gradients",
     }
 )
-"""Keywords that reach attention functions and mean something to other parts of a model."""
+"""Keywords that reach attention functions but are meant for other parts of a model."""
 CHUNKED = "chunked_attention"
-"""What configurations call layers whose queries see the keys of their chunk."""
+"""The name in configurations for layers whose queries see the keys of their chunk."""
 
 
 def flexcp_attention(
@@ -68,13 +68,14 @@ def flexcp_attention(
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in every layer: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
+    """Run attention of one layer, called by Transformers: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
     _refuse(module, query, key, attention_mask, dropout, is_causal, others)
     query, key, value = (_autocast(x) for x in (query, key, value))
-    # A parameter kept in float32 under autocast joins the activations here, as in the model's own attention.
+    # Under autocast a parameter kept in float32 is cast here to the activations' dtype, as in the model's own
+    # attention.
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     chunk = _chunk(module)
-    # Views whose backward is a view too: one taken by x[0] would fill zeros and copy the gradient into them.
+    # Views whose backward is a view too; x[0] would make the backward fill zeros and copy the gradient into them.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if step is None or step == "alone":
         _refuse_alone(step)
@@ -104,14 +105,14 @@ def flexcp_attention(
 
 
 def chunks_named(size: int) -> str:
-    """What :func:`flexcp.frameworks.huggingface.masks` calls the mask of chunked layers:
-    the name has the value, as a window has.
+    """Return the name that :func:`flexcp.frameworks.huggingface.masks` gives the mask of chunked layers;
+    it contains the size of the chunks.
     """
     return f"chunks of {size}"
 
 
 def _chunk(module: nn.Module) -> int:
-    """Tokens of the chunks that this layer attends in; 0 for a layer without."""
+    """Return the number of tokens in this layer's chunks; 0 for a layer without chunks."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     if CHUNKED not in kinds:
@@ -125,7 +126,7 @@ def _chunk(module: nn.Module) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys
+    """Return ``x`` in autocast's dtype if that is on: RoPE in float32 leaves queries and keys
     in another dtype than values.
     """
     kind = x.device.type
@@ -142,8 +143,8 @@ def flexcp_mask(
     config: PreTrainedConfig | None = None,
     **others: Any,
 ) -> None:
-    """What Transformers calls for a model's mask. There is none to build:
-    the plan has it, and what it cannot have is refused.
+    """Called by Transformers to make a model's mask; makes none, because the plan has it,
+    and raises for masks that the plan cannot have.
     """
     if use_vmap or (not torch.compiler.is_compiling() and not _is_plain(mask_function)):
         raise NotImplementedError(
@@ -160,7 +161,7 @@ def flexcp_mask(
 
 
 def refuse_padding(attention_mask: Tensor | None) -> None:
-    """Raise for a mask that hides tokens; one that hides none says nothing."""
+    """Raise NotImplementedError for a mask that hides tokens."""
     if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
         raise NotImplementedError(
             "a padding mask is not supported: lay the documents end to end without padding and drop attention_mask"
@@ -173,7 +174,7 @@ PLAIN = (
     "chunked_overlay.<locals>.inner_mask",
     "packed_sequence_mask_function.<locals>.inner_mask",
 )
-"""Mask functions that say nothing but causal, window, chunks and the borders of documents."""
+"""Mask functions that express only causal masks, windows, chunks and the borders of documents."""
 
 
 def _name(function: Any) -> str:
@@ -181,7 +182,7 @@ def _name(function: Any) -> str:
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a mask function is made of :data:`PLAIN` ones by intersection alone."""
+    """Return whether a mask function consists only of intersections of :data:`PLAIN` ones."""
     if function is None or _name(function) in PLAIN:
         return True
     if _name(function) != "and_masks.<locals>.and_mask":
@@ -217,7 +218,7 @@ def _refuse(
 
 
 def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Raise for a keyword of attention that nobody here knows and that is not for :data:`ELSEWHERE`."""
+    """Raise NotImplementedError for an attention keyword that is unknown and not in :data:`ELSEWHERE`."""
     for name, value in others.items():
         if name not in ELSEWHERE and value is not None and value is not False:
             raise NotImplementedError(
@@ -235,7 +236,7 @@ def _refuse_alone(step: str | None) -> None:
 
 
 def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> list[int]:
-    """Documents of this process, row after row."""
+    """Return the lengths of this process's documents, row after row."""
     if torch.compiler.is_compiling():
         raise ValueError("under torch.compile give the model a step, on one process too: step=flexcp.bind(plan)")
     rows, tokens = query.shape[0], query.shape[2]
@@ -249,7 +250,9 @@ def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu
 
 
 def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
-    """Refuse borders that are not the plan's, and positions nobody gave; once a step, and never inside a graph."""
+    """Raise for borders that are not the plan's, and for counted positions;
+    once a step, and never inside a compiled graph.
+    """
     if torch.compiler.is_compiling():
         if cu_seq_lens is not None:
             raise ValueError(
@@ -268,7 +271,7 @@ def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_
 
 
 def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
-    """Raise for positions that a model or its caller made by counting this rank's rows."""
+    """Raise ValueError for positions that only number this rank's rows."""
     tokens = step.local_tokens
     if position_ids is None or position_ids.shape[-1] != tokens:
         return

@@ -1,8 +1,8 @@
-"""Hooks around the forward of a Hugging Face model: a step that is not used, a loss that is divided wrongly,
-positions nobody gave.
+"""Hooks around the forward of a Hugging Face model that detect unused steps, wrongly divided losses
+and missing positions.
 
-:func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for those
-whose keywords somebody else looks after.
+:func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for models
+whose keywords other code checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.huggingface_attention import CHUNKED, refuse_counted
-from flexcp.frameworks.shared_batch import lengths_of
+from flexcp.frameworks.shared_batch import IGNORE, lengths_of
 from flexcp.masks import full
 
 _CALLS = "_flexcp_calls"
@@ -26,8 +26,8 @@ _ROW = "_flexcp_row"
 
 
 def check_forwards(model: nn.Module) -> None:
-    """Refuse wrong keywords beside a step from now on, fill in what the step knows, and :func:`check_use`.
-    Once is enough.
+    """Raise for wrong keywords beside a step from now on, fill in keywords that the step knows, and :func:`check_use`.
+    Further calls do nothing.
     """
     if _refuse_wrong_use in model._forward_pre_hooks.values():
         return
@@ -40,26 +40,26 @@ def check_forwards(model: nn.Module) -> None:
 
 
 def check_use(model: nn.Module) -> None:
-    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it, or a loss whose
-    gradients come out wrong.
+    """Raise from now on whenever ``model`` is given a step that no attention inside it uses,
+    or its loss would have wrong gradients.
     """
     model.register_forward_pre_hook(_note_calls, with_kwargs=True)
     model.register_forward_hook(_check_calls, with_kwargs=True)
 
 
 class ValidLabels:
-    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or
-    gradients come out wrong.
+    """The number that a model's loss is divided by. Dividing by it raises if no attention ran under the step,
+    or if gradients would be wrong.
 
-    A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can
-    tell. One that was turned on gets the plain number, and is checked after its forward. As an integer it is the
-    batch's valid labels, those of all ranks, by which losses of several batches are weighed; under
-    ``gradients="averaged"`` the divisor is that / the number of ranks. It adds up, multiplies and divides as that
-    integer does.
+    A model that was not turned on accepts a step among its keywords and drops it; its loss is the first place where
+    that can be detected. A model that was turned on gets the plain number, and is checked after its forward. As an
+    integer this is the number of the batch's valid labels on all ranks, by which losses of several batches are
+    weighted; under ``gradients="averaged"`` the divisor is that number / the number of ranks. It can be added,
+    multiplied and divided like the integer. ``here`` is the number of labels on this rank, if known.
     """
 
-    def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients) -> None:
-        self.valid, self.step, self.gradients = valid, step, gradients
+    def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients, here: Tensor | None = None) -> None:
+        self.valid, self.step, self.gradients, self.here = valid, step, gradients, here
         factor = share_factor(gradients, step.cp_size)
         self.count = valid if factor == 1 else valid / factor
 
@@ -88,7 +88,7 @@ class ValidLabels:
     __rmul__, __radd__ = __mul__, __add__
 
     def item(self) -> int:
-        """The valid labels of all ranks."""
+        """Return the number of valid labels on all ranks."""
         return int(self)
 
     def __eq__(self, other: object) -> bool:
@@ -102,8 +102,8 @@ class ValidLabels:
 
 
 def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Raise for rows of another shape, labels that the model would shift over this rank's rows or divide by something
-    else, and a mask that shows a causal model what it predicts.
+    """Raise for rows of another shape, for labels that the model would shift over this rank's rows or divide wrongly,
+    and for a mask that shows a causal model what it predicts.
     """
     step = keywords.get("step")
     if not isinstance(step, Step) or torch.compiler.is_compiling():
@@ -122,6 +122,9 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
             "labels out and call step.loss(logits[0], step.labels(tokens)): labels are next tokens, which step.labels "
             "shifts inside documents"
         )
+    if keywords.get("labels") is not None:
+        with step.collectives.checking("the model's forward"):
+            _refuse_other_labels(keywords["labels"], keywords["shift_labels"], keywords.get("num_items_in_batch"), step)
     if keywords.get("labels") is not None and "gradients" in keywords:
         _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
     if any(full() in mask.rules for mask in step.plan.batch.masks) and any(
@@ -134,8 +137,8 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
 
 
 def _refuse_hybrid(module: nn.Module, step: Step) -> None:
-    """Raise for a model with layers that read tokens in order:
-    along the stream their state would go from one branch into the next.
+    """Raise NotImplementedError for a model with layers that read tokens in order:
+    along the stream, their state would pass from one branch into the next.
     """
     config = getattr(module, "config", None)
     config = getattr(config, "text_config", config)
@@ -152,9 +155,33 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
     )
 
 
+def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> None:
+    """Raise ValueError for labels that the loss would ignore because it reads ``shift_labels``, or that were not
+    counted.
+
+    ``inputs`` makes both the same tensor. Values are compared only if the host may read them.
+    """
+    if not isinstance(labels, Tensor) or not isinstance(shifted, Tensor) or not step.may_look_at(shifted):
+        return
+    same = labels.data_ptr() == shifted.data_ptr() and labels.shape == shifted.shape
+    if not same and not torch.equal(labels.to(shifted.device), shifted):
+        raise ValueError(
+            "labels are not those in shift_labels, which alone the loss reads beside a step: give labels of your own, "
+            "the stream's, each beside its own token, to flexcp.frameworks.huggingface.inputs(tokens, step, labels), "
+            "which shifts and counts them"
+        )
+    counted = int((shifted != IGNORE).sum())
+    if isinstance(count, ValidLabels) and count.here is not None and int(count.here) != counted:
+        raise ValueError(
+            f"shift_labels has {counted} labels that count on this rank, but num_items_in_batch was made for "
+            f"{int(count.here)} here: give labels of your own to "
+            "flexcp.frameworks.huggingface.inputs(tokens, step, labels), which counts them"
+        )
+
+
 def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
-    """Raise for a number of labels that is not the one made with the labels,
-    where that one also holds how gradients are reduced.
+    """Raise ValueError for a number of labels that is not the one made with the labels,
+    if that one also contains how gradients are reduced.
     """
     if isinstance(count, ValidLabels) or (count is not None and share_factor(gradients, step.cp_size) == 1):
         return
@@ -166,9 +193,12 @@ def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
 
 
 def _with_a_row(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """On a rank without a token a row that nobody sees, in the place of none: models cannot shape an empty one."""
+    """On a rank without tokens, replace empty inputs by one row that no other row sees: models cannot handle none."""
     step = keywords.get("step")
-    if not isinstance(step, Step) or step.local_tokens or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return None
+    setattr(module, _ROW, False)  # an earlier forward may have ended with an exception
+    if not isinstance(step, Step) or step.local_tokens:
         return None
     made = [_one_row(x) for x in arguments], {name: _one_row(x) for name, x in keywords.items()}
     if all(a is b for a, b in zip(made[0], arguments, strict=True)) and all(
@@ -185,13 +215,13 @@ def _one_row(x: Any) -> Any:
 
 
 def _with_count(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The plain number of labels."""
+    """Replace :class:`ValidLabels` by its plain number."""
     found = keywords.get("num_items_in_batch")
     return (arguments, keywords | {"num_items_in_batch": found.count}) if isinstance(found, ValidLabels) else None
 
 
 def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The step's positions in the place of none, and none that were counted."""
+    """Fill in the step's positions if none are given, and raise for positions that only number rows."""
     step = keywords.get("step")
     if not isinstance(step, Step):
         return None
@@ -206,7 +236,7 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
     if given is not None:
         refuse_counted(given, step)
         return None
-    # A rank without a token gets a row that nobody sees.
+    # A rank without tokens gets a row that no other row sees.
     found = step.row_positions[None] if step.local_tokens else step.row_positions.new_zeros(1, 1)
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
     found = found.to(tensors[0].device) if tensors else found
@@ -216,8 +246,8 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
 
 
 def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Without a step, the borders of documents in a form that reaches attention:
-    Llama 4 keeps positions from its attention layers.
+    """Without a step, pass the borders of documents in a form that reaches attention,
+    because Llama 4 does not pass positions to its attention layers.
     """
     config = getattr(module, "config", None)
     chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
@@ -233,7 +263,7 @@ def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[
 
 
 def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:
-    """Raise for ids or embeddings that are not as many as this rank's rows."""
+    """Raise ValueError if the number of ids or embeddings is not that of this rank's rows."""
     for name in ("input_ids", "inputs_embeds"):
         given = arguments[0] if arguments and name == "input_ids" else keywords.get(name)
         if isinstance(given, Tensor) and given.shape[1] != max(1, step.local_tokens):
@@ -249,8 +279,8 @@ def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], 
 def positions_given(
     module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[int | None, Any]:
-    """(Where a forward's ``position_ids`` stand among its parameters, None if it has none; what was given for them, or
-    None).
+    """Return the index of ``position_ids`` among a forward's parameters (None if it has none),
+    and the value given for them, or None.
     """
     names = list(inspect.signature(module.forward).parameters)
     if "position_ids" not in names:
@@ -285,8 +315,8 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
 
 
 def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
-    """The loss of a model that was given shifted labels and what to divide by, if its output, which may be a tuple,
-    has one.
+    """Return the loss of a model that was given shifted labels and a divisor,
+    if its output (possibly a tuple) has one.
     """
     if keywords.get("shift_labels") is None or keywords.get("num_items_in_batch") is None:
         return None
@@ -295,8 +325,8 @@ def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
 
 
 def _without_the_row(module: nn.Module, output: Any) -> Any:
-    """The output without the row of :func:`_with_a_row`, which its gradient still reaches:
-    with zeros, so that all parameters have one.
+    """Return the output without the row of :func:`_with_a_row`. Gradients still flow through it as zeros,
+    so that all parameters have one.
     """
     if not getattr(module, _ROW, False):
         return None

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer and Accelerate: batches of all ranks, planned and sharded before each forward.
+"""Hugging Face Trainer and Accelerate: the batches of all ranks are planned and sharded before each forward.
 
     trainer = FlexcpTrainer(model, args, train_dataset=..., data_collator=..., cluster=flexcp.cluster("h100", nodes=2,
     ranks_per_node=8))
@@ -6,18 +6,18 @@
     class Trainer(FlexcpTrainer, SFTTrainer):                            # or any other trainer built on the Trainer
         pass
 
-The Trainer goes on as in data parallelism: its sampler gives every rank its own documents, DDP or FSDP averages
-gradients, and the loss is scaled as it scales any (``num_items_in_batch`` over all devices). In between, the ranks'
-documents become one batch, in one of two ways:
+The Trainer works as in data parallelism: its sampler gives every rank its own documents, DDP or FSDP averages
+gradients, and the loss is scaled as usual (``num_items_in_batch`` over all devices). In between, the ranks' documents
+become one batch, in one of two ways:
 
-- where the loss is the Trainer's own, which the model takes of its labels, :func:`prepared` replaces the inputs, and
-  each rank's loss is a share of one mean. Nothing but attention moves.
-- where a trainer has a loss of its own (TRL's SFTTrainer, DPOTrainer, GRPOTrainer; ``compute_loss_func``, label
-  smoothing), or somebody wants logits row by row (``predict``, ``compute_metrics``), the model's forward is shared
-  (:mod:`flexcp.frameworks.shared_forward`): what it returns of a token comes back to the rank and the place the token
-  came from, and the trainer's code sees its own documents.
+- if the loss is the Trainer's own, which the model computes from its labels, :func:`prepared` replaces the inputs, and
+  each rank's loss is a share of one mean. Only attention communicates.
+- if a trainer has its own loss (TRL's SFTTrainer, DPOTrainer, GRPOTrainer; ``compute_loss_func``, label smoothing), or
+  logits are needed row by row (``predict``, ``compute_metrics``), the model's forward is shared
+  (:mod:`flexcp.frameworks.shared_forward`): what it returns for a token goes back to the rank and the place of the
+  token, and the trainer's code sees its own documents.
 
-With Accelerate and a loop of one's own the first is ``loss = model(**prepared(batch, planner,
+With Accelerate and your own loop, the first way is ``loss = model(**prepared(batch, planner,
 gradients="averaged")).loss``, since Accelerate averages gradients.
 """
 
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 
 def of_the_batch(found: Any, step: Step) -> Any:
-    """An evaluated loss as the whole batch's on every rank: the Trainer weighs what ranks return by documents."""
+    """Return an evaluated loss as that of the whole batch on every rank,
+    because the Trainer weights ranks' losses by documents.
+    """
     loss = found[0] if isinstance(found, tuple) else found
     mean = step.collectives.summed("evaluation", loss.detach()) / step.cp_size
     return (mean, *found[1:]) if isinstance(found, tuple) else mean
@@ -61,12 +63,12 @@ def prepared(
     gradients: Gradients = "summed",
     **options: Any,
 ) -> dict[str, Any]:
-    """Keywords of the model's forward for this rank, from the batch its collator made.
+    """Return the keywords of the model's forward for this rank, from the batch that its collator made.
 
-    ``group`` is all ranks by default. ``gradients`` says what happens to gradients over them, as in
-    :func:`flexcp.Step.loss`: with ``"summed"`` ``model(**prepared).loss`` is this rank's sum / the valid labels of all
-    ranks, with ``"averaged"`` (DDP, Accelerate) as many times that as there are ranks. ``options`` go to the planner's
-    call (``masks=``, ``tokens=``).
+    ``group`` is all ranks by default. ``gradients`` says how gradients are reduced over them, as in
+    :func:`flexcp.Step.loss`: with ``"summed"``, ``model(**prepared).loss`` is this rank's sum / the valid labels of all
+    ranks; with ``"averaged"`` (DDP, Accelerate) it is multiplied by the number of ranks. ``options`` go to the
+    planner's call (``masks=``, ``tokens=``).
     """
     refuse_unknown(batch)
     found = read_batch(batch)
@@ -79,12 +81,13 @@ def prepared(
 
 
 class FlexcpTrainer(Trainer):
-    """A Trainer whose ranks share every batch, alone or before another trainer: ``class T(FlexcpTrainer, SFTTrainer)``.
+    """A Trainer whose ranks share every batch, alone or in front of another trainer: ``class T(FlexcpTrainer,
+    SFTTrainer)``.
 
-    ``cluster`` describes the machine, and the plan's heads and dtype are the model's; or ``planner`` plans, for as many
-    ranks as the Trainer has. ``options`` go to its call (``masks=``, ``tokens=``). All else is the Trainer's. Logs have
-    ``tokens_per_second`` (of all ranks), ``attention_balance`` and ``token_balance`` (the most of a rank / the mean)
-    beside the loss.
+    ``cluster`` describes the machine, and heads and dtype are taken from the model; or ``planner`` plans, for as many
+    ranks as the Trainer has. ``options`` go to the planner's call (``masks=``, ``tokens=``). Everything else is as in
+    the Trainer. Logs have ``tokens_per_second`` (of all ranks), ``attention_balance`` and ``token_balance`` (the
+    busiest rank over the mean) beside the loss.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class FlexcpTrainer(Trainer):
             self._batches.note(step)
 
     def _refuse(self) -> None:
-        """Raise for what would make other losses of a batch that ranks share."""
+        """Raise for settings that would give other losses for a batch that ranks share."""
         ranks = self.accelerator.num_processes
         _refuse_parallelism(self.accelerator)
         if self._planner.cluster.ranks != ranks:
@@ -142,7 +145,7 @@ class FlexcpTrainer(Trainer):
             )
 
     def _model_takes_the_loss(self) -> bool:
-        """Whether the loss is the one that the model takes of its labels, and not a trainer's or a user's own."""
+        """Return whether the model computes the loss from its labels, and not a trainer or a user's function."""
         after = type(self).__mro__[type(self).__mro__.index(FlexcpTrainer) + 1 :]
         theirs = next(kind for kind in after if "compute_loss" in vars(kind))
         return (
@@ -155,13 +158,13 @@ class FlexcpTrainer(Trainer):
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found = prepared(self._prepare_inputs(inputs), self._planner, **self._options)
         self._note(found["step"])
-        del found["gradients"]  # the Trainer scales losses itself, for gradients that are averaged
+        del found["gradients"]  # the Trainer itself scales losses for averaged gradients
         return found | {"num_items_in_batch": found["num_items_in_batch"].count}
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """The Trainer's own place for sharding a batch, called before every forward of training and evaluation."""
+        """Shard a batch; the Trainer calls this before every forward of training and evaluation."""
         return nullcontext, self._prepared(inputs) if self._model_takes_the_loss() else inputs
 
     def compute_loss(
@@ -172,14 +175,14 @@ class FlexcpTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **keywords: Any,
     ) -> Any:
-        """The trainer's loss, by a model that used the step: of a batch that was prepared, here or before,
-        or in a shared forward.
+        """Return the trainer's loss, from a prepared batch or a shared forward;
+        raises if the model did not use the step.
         """
         if not self._model_takes_the_loss():
             self._refuse_lost_borders(inputs)
             if num_items_in_batch is None and not torch.is_grad_enabled():
-                # An evaluated loss is the whole batch's: ranks would else average means over different numbers of
-                # labels.
+                # An evaluated loss is that of the whole batch; otherwise ranks would average means over different
+                # numbers of labels.
                 num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords
@@ -195,7 +198,7 @@ class FlexcpTrainer(Trainer):
         return loss if torch.is_grad_enabled() else of_the_batch(loss, step)
 
     def _refuse_lost_borders(self, inputs: Mapping[str, Any]) -> None:
-        """Raise for packed batches, as TRL's arguments say it, in which nothing says where documents begin."""
+        """Raise ValueError for packed batches (by TRL's arguments) that do not say where documents begin."""
         packed = getattr(self.args, "packing", False) and getattr(self.args, "packing_strategy", "wrapped") != "wrapped"
         if packed and not BORDERS & set(inputs):
             raise ValueError(
@@ -206,7 +209,7 @@ class FlexcpTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """The trainer's; logits come back row by row where somebody wants them."""
+        """Run the trainer's prediction step; if logits are needed, they come back row by row."""
         with self._with_rows(not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
@@ -219,13 +222,13 @@ class FlexcpTrainer(Trainer):
             self._rows_wanted = before
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """The trainer's entry, with how fast tokens went by and how even ranks were beside a training loss."""
+        """Log the trainer's entry; beside a training loss also tokens per second and the balance of ranks."""
         super().log(logs | self._batches.entries() if "loss" in logs else logs, *arguments, **keywords)
 
 
 def _refuse_parallelism(owner: Any) -> None:
-    """Raise for Accelerate's own ways of sharing a batch beside ours,
-    where training arguments or an accelerator have them.
+    """Raise NotImplementedError if training arguments or an accelerator also share batches
+    by Accelerate's own parallelisms.
     """
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(getattr(owner, "parallelism_config", None), name, 1)
@@ -237,11 +240,11 @@ def _refuse_parallelism(owner: Any) -> None:
 
 
 def _model_inside(trainer: Trainer, model: Any) -> Any:
-    """The Transformers model in what Accelerate or PEFT wrapped around it."""
+    """Return the Transformers model inside wrappers of Accelerate or PEFT."""
     found = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     return found.get_base_model() if hasattr(found, "get_base_model") else found
 
 
 def _dtype(arguments: Any, model: Any) -> Any:
-    """What attention computes in: autocast's dtype where the arguments turn it on."""
+    """Return the dtype in which attention computes: autocast's if the arguments turn it on."""
     return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else model.dtype

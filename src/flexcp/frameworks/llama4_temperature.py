@@ -1,9 +1,9 @@
-"""Llama 4's temperature: its layers without RoPE scale queries by where they are,
-which the model finds by counting its rows.
+"""Llama 4's attention temperature: layers without RoPE scale queries by their position,
+which the model takes from the row number.
 
-Rows of a rank are not the tokens of one document, so queries come scaled for the wrong place. Both scales are known:
-:func:`retuned` divides by the one that the model took and multiplies by the one of the token's place in its document.
-They are 1 for the first ``floor_scale`` tokens (8,192 in the released models), where nothing changes, not a bit.
+A rank's rows are not the tokens of one document, so queries are scaled for the wrong position. Both scales are known:
+:func:`retuned` divides by the scale that the model used and multiplies by that of the token's position in its document.
+Both are 1 for the first ``floor_scale`` tokens (8,192 in the released models), and queries then stay bitwise the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 
 def retuned(module: nn.Module, q_THD: Tensor, rows: int, positions_T: Tensor) -> Tensor:
-    """Queries ``[T, H, D]`` that a model scaled by their number in rows of ``rows`` tokens,
-    scaled by their positions in its place.
+    """Return queries ``[T, H, D]`` scaled by their positions,
+    instead of by their row number in rows of ``rows`` tokens as the model scaled them.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q_THD
@@ -32,6 +32,6 @@ def retuned(module: nn.Module, q_THD: Tensor, rows: int, positions_T: Tensor) ->
 
 
 def _scale(module: Any, positions: Tensor) -> Tensor:
-    """As the model computes it."""
+    """Return the scale at each position, as the model computes it."""
     scale: Tensor = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
     return scale

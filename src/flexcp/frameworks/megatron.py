@@ -1,26 +1,24 @@
-"""Megatron-Core: its models under a flexcp plan, through its own seams.
+"""Megatron-Core: its models under a flexcp plan, through its own extension points.
 
-Tensor and pipeline parallelism stay Megatron's. The ranks that share a pipeline stage and a tensor slice, its
-data-parallel x context-parallel group, are one *pool*: a micro-batch is a list of documents for the whole pool, and the
-plan says which tokens each of its ranks keeps. Four seams are used, none is patched:
+Tensor and pipeline parallelism stay Megatron's. The ranks that share a pipeline stage and a tensor slice, Megatron's
+data-parallel x context-parallel group, are one *pool*. A micro-batch is a list of documents for the whole pool, and the
+plan says which tokens each rank keeps. Four extension points are used, and nothing is patched:
 
 - the layer spec's ``core_attention`` becomes :class:`PlannedAttention` (:func:`planned_spec`);
-- ``PackedSeqParams``, Megatron's own per-micro-batch carrier, brings the step to every layer
-  (:class:`PlannedSequences`). Each stage binds the same plan to its own pool, so a plan travels with its micro-batch
-  through a pipeline without being sent;
-- a rotary embedding is asked for its length and then called with that length, both on the same module:
-  :class:`PlannedRotary` answers the first with the step and makes the second return the angles of this rank's positions
-  (:func:`adapt`);
+- ``PackedSeqParams``, which Megatron passes to every layer of a micro-batch, carries the step
+  (:class:`PlannedSequences`). Each pipeline stage binds the same plan to its own pool, so no plan has to be sent from
+  stage to stage;
+- Megatron asks a rotary embedding for its length and then calls the same module with that length:
+  :class:`PlannedRotary` returns the step as the length, and then the angles of this rank's positions (:func:`adapt`);
 - the data iterator yields :class:`MicroBatch` inside Megatron's ``RerunDataIterator``, and :func:`forward_step` returns
   the (sum, tokens, report) of ``calculate_per_token_loss``: gradients are summed over the pool and divided by its
   tokens once.
 
-Counts are equal on all ranks of a pool by default and with sequence parallelism a multiple of the tensor-parallel size.
-They may still differ from one micro-batch to the next: a pipeline then needs ``variable_seq_lengths``.
+By default all ranks of a pool have equal numbers of tokens, with sequence parallelism a multiple of the tensor-parallel
+size. The number may still differ from one micro-batch to the next; a pipeline then needs ``variable_seq_lengths``.
 
-The format of the carried sequences is ``sbhd`` with one row of local tokens, so that Megatron cuts neither tokens nor
-angles by its own zig-zag; its multi-latent attention takes ``thd`` only, and that with a ``context_parallel_size`` of
-1.
+The sequences are passed as ``sbhd`` with one row of local tokens, so that Megatron does not cut tokens or angles by its
+own zig-zag. Its multi-latent attention accepts only ``thd``, and only with a ``context_parallel_size`` of 1.
 """
 
 from __future__ import annotations
@@ -57,14 +55,16 @@ IGNORE = -100
 
 @dataclass
 class PlannedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's carrier with the step in it."""
+    """Megatron's per-micro-batch parameters, with the step."""
 
     step: Step | None = None
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's share of a micro-batch: ``[1, local tokens]`` each, and what carries the step to the layers."""
+    """This rank's share of a micro-batch: tensors ``[1, local tokens]``,
+    and the parameters that carry the step to the layers.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -72,7 +72,7 @@ class MicroBatch:
     position_ids: Tensor
     packed_seq_params: PlannedSequences
     padding_mask: Tensor | None = None
-    """True for pads, for models with experts."""
+    """True at pads; set for models with experts."""
 
     @property
     def step(self) -> Step:
@@ -83,7 +83,7 @@ class MicroBatch:
 
 
 def planned_spec(spec: Any) -> Any:
-    """A copy of a layer spec, or of a block's layer specs, in which self-attention runs under the plan."""
+    """Return a copy of a layer spec, or of a block's layer specs, in which self-attention runs under the plan."""
     found = copy.deepcopy(spec)
     layers = found.layer_specs if isinstance(found, TransformerBlockSubmodules) else [found]
     for layer in layers:
@@ -99,8 +99,8 @@ def planned_spec(spec: Any) -> Any:
 
 
 def adapt(model: Any) -> Any:
-    """Make a Megatron model's rotary embeddings take positions from the plan;
-    call it once, before it is wrapped. Returns the model.
+    """Make a Megatron model's rotary embeddings take their positions from the plan, and return the model.
+    Call it once, before the model is wrapped.
     """
     if getattr(model.config, "mtp_num_layers", None):
         raise NotImplementedError(
@@ -117,7 +117,7 @@ def adapt(model: Any) -> Any:
 
 
 class PlannedAttention(MegatronModule):  # type: ignore[misc]
-    """Core attention over the whole pool, built and called as Megatron builds and calls its own."""
+    """Core attention over the whole pool, with the constructor and the call of Megatron's own."""
 
     def __init__(
         self,
@@ -154,15 +154,15 @@ class PlannedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """``[tokens, 1, heads x v_head_dim]`` from ``[tokens, 1, heads, head_dim]``,
-        without the 1 where it came without.
+        """Return ``[tokens, 1, heads x v_head_dim]`` for inputs ``[tokens, 1, heads, head_dim]``;
+        inputs without the 1 give a result without it.
         """
         step = step_of(packed_seq_params)
         if attention_mask is not None:
             raise ValueError("the plan's mask says who attends whom; pass attention_mask=None to the model")
         batched = query.dim() == 4
         q, k, v = (x.squeeze(1) if batched else x for x in (query, key, value))
-        # Several masks are called full and window; a single one is whatever the data iterator was given.
+        # A plan with several masks names them full and window; a single mask is the one given to the data iterator.
         mask = self.mask if len(step.plan.batch.masks) > 1 else None
         dropout = self.dropout if self.training else 0.0
         out = attention(
@@ -188,13 +188,13 @@ class PlannedRotary(torch.nn.Module):
         config: Any,
         packed_seq_params: Any = None,
     ) -> Step:
-        """What Megatron hands on to :meth:`forward`."""
+        """Return the step, which Megatron passes on to :meth:`forward` as the length."""
         return step_of(packed_seq_params)
 
     def forward(self, step: Step, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """``[local tokens, 1, 1, dim]``, with what else the wrapped module returns."""
-        # Megatron keeps a table per length: powers of two make them few. As packed sequences it does not cut them for
-        # its own ranks.
+        """Return the angles ``[local tokens, 1, 1, dim]``, with whatever else the wrapped module returns."""
+        # Megatron keeps one table for each length; powers of two keep them few. With packed_seq=True it does not cut
+        # the table for its own context parallelism.
         longest = int(step.plan.batch.lengths.max())
         found = self.inner(1 << (longest - 1).bit_length(), packed_seq=True)
         table, *more = found if isinstance(found, tuple) else (found,)
@@ -203,7 +203,7 @@ class PlannedRotary(torch.nn.Module):
 
 
 def step_of(packed_seq_params: Any) -> Step:
-    """The step that Megatron's carrier brought."""
+    """Return the step from Megatron's per-micro-batch parameters."""
     if not isinstance(packed_seq_params, PlannedSequences) or packed_seq_params.step is None:
         raise ValueError(
             "this model runs under a plan: call it with the packed_seq_params of a flexcp MicroBatch "
@@ -216,11 +216,11 @@ def step_of(packed_seq_params: Any) -> Step:
 
 
 def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
-    """A planner for a ``TransformerConfig``: this rank's heads under tensor parallelism,
-    and what the other layers cost.
+    """Return a planner for a ``TransformerConfig``, with this rank's heads under tensor parallelism
+    and the cost of the other layers.
 
-    ``cluster`` is the pool: data-parallel x context-parallel ranks. Megatron counts tensor-parallel ranks first, so
-    with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool. ``options`` go to
+    ``cluster`` describes the pool: data-parallel x context-parallel ranks. Megatron numbers tensor-parallel ranks
+    first, so with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool. ``options`` go to
     :class:`flexcp.Planner`.
     """
     tp = config.tensor_model_parallel_size
@@ -248,8 +248,8 @@ def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
 
 
 def layer_masks(config: Any, mask: MaskLike | None = None) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers: ``mask`` (causal by default),
-    and its window where the config has window layers.
+    """Return the masks of a model's layers: ``mask`` (causal by default),
+    and the config's window if some layers have one.
     """
     layers = range(1, config.num_layers + 1)
     windowed = sum(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, n) for n in layers)
@@ -278,11 +278,11 @@ def data_iterator(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Megatron's data iterator over micro-batches planned here: every rank of every stage reads the same ``batches``.
+    """Return Megatron's data iterator over planned micro-batches; every rank of every stage reads the same ``batches``.
 
-    A batch is the documents of one micro-batch of the whole pool, each a tensor of token ids. ``group`` is the pool
-    (Megatron's data-parallel group with context parallelism by default), ``device`` where the tensors go. Counts are
-    rounded up to a multiple of ``pad_to``: with the most tokens a rank ever keeps, every micro-batch has the same
+    A batch is the documents of one micro-batch of the whole pool, each a tensor of token ids. ``group`` is the pool (by
+    default Megatron's data-parallel group with context parallelism), ``device`` the place of the tensors. Token counts
+    are rounded up to a multiple of ``pad_to``: with the most tokens a rank ever keeps, every micro-batch has the same
     shape.
     """
     pool = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -318,7 +318,7 @@ def micro_batch(
     masks = layer_masks(config, mask)
     plan = planner(lengths, masks=masks, tokens=tokens, pad_to=multiple if multiple > 1 else None)
     step = bind(plan, group)
-    step.losses.said = True  # by forward_step
+    step.losses.said = True  # the loss is computed by forward_step
     stream = torch.cat(list(documents))
     labels = step.labels(stream, IGNORE)
     count = step.local_tokens
@@ -333,8 +333,8 @@ def micro_batch(
     carrier = PlannedSequences(
         "thd" if latent else "sbhd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest, step=step
     )
-    # Megatron looks up every label before the loss mask is applied. Experts leave pads out of their balance where
-    # Megatron can tell them.
+    # Megatron looks up every label before it applies the loss mask, so labels must not be negative. The mask of pads
+    # lets experts leave pads out of their balance, where Megatron supports it.
     valid, pads = labels != IGNORE, step.indices < 0
     tell = (
         config.num_moe_experts
@@ -346,7 +346,7 @@ def micro_batch(
 
 
 def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-    """Megatron's forward step for a language model."""
+    """Run Megatron's forward step for a language model; returns the losses and the loss function."""
     batch = next(iterator)
     more = {} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}
     losses = model(
@@ -356,9 +356,9 @@ def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, An
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of this rank's losses, its tokens, [both] to report): what ``calculate_per_token_loss`` wants."""
+    """Return (sum of this rank's losses, its tokens, both for the report), as ``calculate_per_token_loss`` needs."""
     mask = loss_mask.flatten()
-    # A pad's loss is multiplied away; it stays in the sum so that every rank takes part in backward.
+    # A pad's loss is multiplied by 0 but stays in the sum, so that every rank takes part in the backward.
     total = (losses.flatten().float() * mask).sum()
     count = mask.sum()
     return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
@@ -389,7 +389,7 @@ def _check_config(config: Any) -> None:
 
 
 def _sinks(config: Any, heads: int) -> Tensor | None:
-    """The extra logit of each head that Megatron's softmax types stand for."""
+    """Return the extra logit of each head that Megatron's softmax type adds, or None."""
     if config.softmax_type == "vanilla":
         return None
     zeros = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())

@@ -1,21 +1,21 @@
-"""Vision-language models of Hugging Face: encoder and language model under a plan each, over the same ranks.
+"""Vision-language models of Hugging Face: encoder and language model each under its own plan, over the same ranks.
 
-An encoder sees many small documents (frames) with full attention, a language model few long ones; what balances one
-does not balance the other. So each has its plan, and between them :func:`image_rows` moves every encoded patch from the
-rank that encoded it to the rank that keeps its token, with gradients on the way back. Patches are merged into tokens
-*there*, so that no layout must keep neighbouring patches together.
+An encoder sees many small documents (frames) with full attention, a language model few long ones, and a balanced plan
+for one is not balanced for the other. So each has its own plan. Between them :func:`image_rows` moves every encoded
+patch from the rank that encoded it to the rank that keeps its token, and gradients back. Patches are merged into tokens
+*there*, so that no layout has to keep neighbouring patches together.
 
     multimodal.turn_on(model)                                                     # both parts attend under their step
     encoder  = flexcp.bind(vision_planner(batch.encoder_lengths, masks=multimodal.encoder_masks(model, batch)), group)
     language = flexcp.bind(text_planner(batch.lengths, batch.masks()), group)
     logits   = multimodal.qwen_vl(model, documents, batch, encoder, language)     # [local tokens, vocabulary]
 
-The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. What
-would be ignored raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no
-attention used. :func:`qwen_vl` is for Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose encoders work patch by patch besides
-attention; other models need their own dozen lines of the same kind. Of these three, Qwen2.5-VL has windows in most
-layers of its encoder, a second mask of the encoder's plan; Qwen3-VL has learned positions, and gives its language model
-the patches of several layers, which travel together.
+The plan's mask decides which pairs attend, in both directions if it allows; Transformers' own mask is not built.
+Anything that would be ignored raises: padding, windows, borders of documents, unknown keywords, and a step that no
+attention used. :func:`qwen_vl` is for Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose encoders work patch by patch outside of
+attention; other models need a similar function of a dozen lines. Qwen2.5-VL has windows in most layers of its encoder,
+which are a second mask of the encoder's plan. Qwen3-VL has learned positions, and gives its language model the patches
+of several layers, which travel together.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 @dataclass(frozen=True)
 class VisionDocument:
-    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames,
+    """One document: token ids (placeholders inside spans), the kind of each token, the patches of all its frames,
     and its grids ``[spans, 3]``.
 
-    ``seconds`` are those between the frames of each video, which Qwen2.5-VL counts positions by; 1 without them.
+    ``seconds`` is the time between the frames of each video, from which Qwen2.5-VL computes positions; 1 by default.
     """
 
     tokens: Tensor
@@ -61,8 +61,8 @@ class VisionDocument:
 
 
 def turn_on(model: PreTrainedModel) -> None:
-    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask;
-    a step not used raises.
+    """Let all parts of ``model`` run attention under the ``step`` they are called with, with the plan's own mask.
+    A step that is not used raises.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -76,7 +76,7 @@ def turn_on(model: PreTrainedModel) -> None:
 
 
 def _refuse_no_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Raise for a model that would count this rank's rows, because nobody said where its tokens are."""
+    """Raise ValueError for a model that would number this rank's rows, because it was given no position_ids."""
     at, given = positions_given(module, arguments, keywords)
     if isinstance(keywords.get("step"), Step) and at is not None and given is None:
         raise ValueError(
@@ -102,10 +102,10 @@ def planned_attention(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in every layer: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out.
+    """Run attention of one layer, called by Transformers: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out.
 
-    ``layer_mask`` names the plan's mask, where it has several. ``is_causal`` is the plan's to say, and ``position_ids``
-    are in the queries and keys already.
+    ``layer_mask`` names the plan's mask if there are several. ``is_causal`` is ignored because the plan has the mask,
+    and ``position_ids`` because queries and keys already include them.
     """
     refuse_ignored(module, others)
     if step is None:
@@ -121,15 +121,15 @@ def planned_attention(
 
 
 def no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
-    """What Transformers calls for a mask. There is none to build, whatever rule it would follow: the plan has it."""
+    """Called by Transformers to make a mask; makes none, because the plan has the mask."""
     refuse_padding(attention_mask)
 
 
 def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-    """(rows of this rank that are image tokens, ``[rows, merge, ...]`` the encoder's rows
-    that make each). Differentiable.
+    """Return the indices of this rank's rows that are image tokens, and ``[rows, merge, ...]`` the encoder's rows
+    that are merged into each. Differentiable.
 
-    ``features`` are this rank's rows under the ``encoder`` step. Both steps must be of the same group.
+    ``features`` are this rank's rows under the ``encoder`` step. Both steps must be bound to the same group.
     """
     if encoder.cp_size != language.cp_size or encoder.rank != language.rank:
         raise ValueError(
@@ -154,8 +154,8 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
 
 
 def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], int]]:
-    """``masks=`` of the encoder's plan: those of the batch's frames with the number of layers
-    of ``model`` that use each.
+    """Return ``masks=`` for the encoder's plan: the masks of the batch's frames
+    with the number of layers of ``model`` that use each.
     """
     visual = model.model.visual
     _check_window(visual, batch)
@@ -167,10 +167,11 @@ def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], 
 def qwen_vl(
     model: Any, documents: Sequence[VisionDocument], batch: ImageBatch, encoder: Step, language: Step
 ) -> Tensor:
-    """Logits ``[local tokens, vocabulary]`` of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL ``ForConditionalGeneration``.
+    """Return the logits ``[local tokens, vocabulary]`` of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL
+    ``ForConditionalGeneration``.
 
-    Every rank is given all documents. The encoder's plan has the masks of :func:`encoder_masks`. In a document for
-    Qwen3-VL, which writes a time before every frame of a video, each frame is a span of its own.
+    Every rank is given all documents. The encoder's plan has the masks of :func:`encoder_masks`. Qwen3-VL writes a time
+    before every frame of a video, so in its documents each frame is a span of its own.
     """
     visual, text = model.model.visual, model.model.language_model
     features = encoded(visual, documents, batch, encoder)  # [local patches, levels, width]
@@ -194,8 +195,8 @@ def qwen_vl(
 
 
 def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch, step: Step) -> Tensor:
-    """``[local patches, levels, width]``: this rank's patches, unmerged,
-    after the last block and after those that Qwen3-VL taps.
+    """Return this rank's patches, unmerged, ``[local patches, levels, width]``: after the last block,
+    and after the blocks whose results Qwen3-VL also uses.
     """
     from transformers.vision_utils import get_vision_position_ids
 
@@ -207,7 +208,7 @@ def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch,
     if hasattr(visual, "pos_embed"):
         hidden = hidden + _learned_positions(visual, grids, step).to(hidden.dtype)
     angles = visual.rotary_pos_emb(hidden, step.shard(places[order]))
-    # One stretch for Transformers: which patches are a frame or a window is in the plan.
+    # Transformers sees one sequence; the plan knows which patches form a frame or a window.
     whole = torch.tensor([0, len(hidden)])
     full, tapped = getattr(visual, "fullatt_block_indexes", ()), getattr(visual, "deepstack_visual_indexes", ())
     taps: list[Tensor] = []
@@ -220,7 +221,7 @@ def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch,
 
 
 def _learned_positions(visual: Any, grids: Tensor, step: Step) -> Tensor:
-    """Qwen3-VL's table of positions, interpolated for this rank's patches."""
+    """Return Qwen3-VL's table of positions, interpolated for this rank's patches."""
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
     indices, weights = get_vision_interpolation_indices_and_weights(
@@ -235,7 +236,7 @@ def _learned_positions(visual: Any, grids: Tensor, step: Step) -> Tensor:
 
 
 def _check_window(visual: Any, batch: ImageBatch) -> None:
-    """Raise for a batch whose windows are not the encoder's."""
+    """Raise ValueError for a batch whose windows are not the encoder's."""
     side = 0
     if hasattr(visual, "fullatt_block_indexes"):
         side = visual.window_size // visual.spatial_merge_size // visual.patch_size
@@ -247,7 +248,7 @@ def _check_window(visual: Any, batch: ImageBatch) -> None:
 
 
 def _positions(model: Any, document: VisionDocument) -> Tensor:
-    """``[3, tokens]``: time, height and width of each token, as the model counts them."""
+    """Return time, height and width of each token, ``[3, tokens]``, as the model counts them."""
     if hasattr(model.visual, "deepstack_merger_list") and (document.grids[:, 0] > 1).any():
         raise ValueError(
             f"a span of {int(document.grids[:, 0].max())} frames: Qwen3-VL writes a time before every frame, so give "

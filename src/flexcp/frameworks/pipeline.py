@@ -1,13 +1,13 @@
-"""Pipelines of torch.distributed.pipelining: one plan for each micro-batch, travelling with it through the stages.
+"""Pipelines of torch.distributed.pipelining: one plan for each micro-batch, which every stage uses for it.
 
-The ranks of a stage are a pool, and every stage binds the same plans to its own pool. Nothing of a plan is sent:
-planning is the same integers everywhere, so a micro-batch's number names its step on every stage. The number goes
-through the schedule as a tensor like any other input, the list of steps as a keyword that the schedule copies to every
-micro-batch, and :class:`PlannedStage` puts the two together again.
+The ranks of a stage are a pool, and every stage binds the same plans to its own pool. No plan is sent: all ranks plan
+the same, so the number of a micro-batch identifies its step on every stage. The number goes through the schedule as a
+tensor like any other input, and the list of steps as a keyword that the schedule copies to every micro-batch.
+:class:`PlannedStage` looks the step up by its number.
 
-torch's pipelines allocate for one shape, so all micro-batches keep the same number of tokens on every rank: plan them
-with ``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap).
-Megatron's pipelines take shapes that change (:mod:`flexcp.frameworks.megatron`).
+torch's pipelines allocate for one shape, so all micro-batches must keep the same number of tokens on every rank: plan
+them with ``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap).
+Megatron's pipelines allow changing shapes (:mod:`flexcp.frameworks.megatron`).
 
     parts    = planner.micro_batches(lengths, tokens="equal", pad_to=cap)
     batches  = PlannedMicroBatches(parts, group)
@@ -40,7 +40,7 @@ IGNORE = -100
 
 class PlannedMicroBatches:
     """The micro-batches of a global batch, bound to this stage's pool.
-    Every rank of every stage makes it from the same plans.
+    Every rank of every stage makes them from the same plans.
     """
 
     def __init__(
@@ -57,30 +57,31 @@ class PlannedMicroBatches:
         self.documents = [list(documents) for documents, _ in parts]
         self.steps = [bind(plan, group) for _, plan in parts]
         for step in self.steps:
-            step.losses.said = True  # by the last stage: see :meth:`loss`
+            step.losses.said = True  # the last stage computes the loss, see :meth:`loss`
+            step.asked_for_rows = True  # :meth:`shard` reads them on the first stage
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def keywords(self) -> dict[str, Any]:
-        """What brings each micro-batch its step."""
+        """Return the keywords of ``schedule.step`` that bring each micro-batch its step."""
         return {"number": torch.arange(len(self)), "steps": self.steps}
 
     def shard(self, documents: Sequence[Tensor]) -> Tensor:
-        """``[micro-batches, local tokens, ...]``: this rank's rows of the global batch's documents."""
+        """Return this rank's rows of the global batch's documents, ``[micro-batches, local tokens, ...]``."""
         return self._stacked(documents, lambda step, stream: step.shard(stream))
 
     def labels(self, documents: Sequence[Tensor], ignore: int = IGNORE) -> Tensor:
-        """Next-token labels of :meth:`shard`."""
+        """Return the next-token labels of :meth:`shard`'s rows."""
         return self._stacked(documents, lambda step, stream: step.labels(stream, ignore))
 
     def loss(
         self, documents: Sequence[Tensor], ignore: int = IGNORE, gradients: Gradients = "summed"
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """The schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch. Make the schedule
-        with
-        ``scale_grads=False``, sum losses over micro-batches, and sum gradients over the pool, or say that they are
-        ``"averaged"`` (``step.loss`` says what that does).
+        """Return the schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch.
+
+        Make the schedule with ``scale_grads=False`` and sum losses over micro-batches. Sum gradients over the pool, or
+        pass ``gradients="averaged"`` if they are averaged (see ``step.loss``).
         """
         for step in self.steps:
             refuse_branches(step.plan.batch, "this loss knows")
@@ -103,7 +104,7 @@ class PlannedMicroBatches:
 
 
 class PlannedStage(nn.Module):
-    """A part of a model that is called with its micro-batch's ``step``."""
+    """A part of a model that is called with the ``step`` of its micro-batch."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

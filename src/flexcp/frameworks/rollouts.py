@@ -1,4 +1,5 @@
-"""Rollouts: micro-batches of a reinforcement-learning step, run by all ranks together, results in the caller's order.
+"""Rollouts: the micro-batches of a reinforcement-learning step, run by all ranks together,
+with results in the caller's order.
 
     for part in shared_rollouts(rollouts, planner, masks=huggingface.masks(model.config)):    # ids of each of this rank
         log_probs = part.log_probs(model(**part.inputs).logits[0])
@@ -6,15 +7,15 @@
         loss = -(torch.exp(log_probs - old) * advantage).sum() / tokens_of_the_step
         loss.backward()
 
-Trainers of this kind (verl, slime, prime-rl) give every rank rollouts of its own, cut them into micro-batches by a cap
-on tokens, and fix one degree of context parallelism for the longest. Here the rollouts of all ranks are one pool:
-``planner.micro_batches`` cuts it, each micro-batch has a plan of its own, and every rank takes part in all of them, as
-many on every rank. What was computed of a token goes back to the rank whose rollout it is, so rewards, advantages and
-old log-probabilities stay where they are, and the loss is that of data parallelism. Its gradient travels the other way:
-averaging or summing gradients over ranks is what it was.
+Trainers of this kind (verl, slime, prime-rl) give every rank its own rollouts, cut them into micro-batches by a cap on
+tokens, and use one fixed degree of context parallelism, chosen for the longest. Here the rollouts of all ranks form one
+pool: ``planner.micro_batches`` cuts it, each micro-batch has its own plan, and every rank takes part in all of them.
+Results of a token go back to the rank that owns its rollout, so rewards, advantages and old log-probabilities stay
+where they are, and the loss is that of data parallelism. Gradients travel the opposite way, and are averaged or summed
+over ranks as before.
 
-A rank may have no rollout in a micro-batch. Its tensors are then empty, and a sum over them is a loss whose backward it
-must run as well.
+A rank may have no rollout in a micro-batch. Its tensors are then empty, and it must still run the backward of a loss
+that is a sum over them.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from flexcp.planner import Planner
 
 @dataclass(frozen=True)
 class RolloutPart:
-    """A micro-batch: this rank's rows of it, and which of this rank's rollouts are in it."""
+    """One micro-batch: this rank's rows, and which of this rank's rollouts are part of it."""
 
     rollouts: list[int]
-    """Numbers of this rank's rollouts in the micro-batch, in order; those of other ranks are not among them."""
+    """Numbers of this rank's rollouts in the micro-batch, in order."""
     lengths: list[int]
-    """Their tokens."""
+    """Tokens of each of these rollouts."""
     rows: Rows
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keywords of a Hugging Face model's forward for this rank's rows."""
+        """Keywords for a Hugging Face model's forward of this rank's rows."""
         rows = self.rows
         return {
             "input_ids": rows.tokens[None],
@@ -55,7 +56,10 @@ class RolloutPart:
         }
 
     def of(self, values: Sequence[Tensor]) -> Tensor:
-        """What the caller has of each rollout, a tensor of its tokens, of those in this micro-batch end to end."""
+        """Return the values of this micro-batch's rollouts end to end; ``values`` has a tensor for each of the rank's
+        rollouts,
+        with one entry per token.
+        """
         found = [values[number] for number in self.rollouts]
         for number, value, length in zip(self.rollouts, found, self.lengths, strict=True):
             if len(value) != length:
@@ -66,34 +70,34 @@ class RolloutPart:
         return torch.cat(found) if found else values[0][:0] if values else torch.zeros(0)
 
     def returned(self, values: Tensor) -> Tensor:
-        """Values of this rank's rows, ``[rows, ...]``, as values of this rank's rollouts end to end.
+        """Return values of this rank's rows, ``[rows, ...]``, as values of this rank's rollouts end to end.
 
         Differentiable; every rank calls it.
         """
         return self.rows.step.losses.say(self.rows.returned(values))
 
     def log_probs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """The log-probability of each token of this rank's rollouts, end to end, after those before it;
-        0 for the first of each.
+        """Return the log-probability of each token of this rank's rollouts given the tokens before it, end to end;
+        0 for the first token of each.
 
-        ``logits`` are of this rank's rows, ``[rows, vocabulary]``; one number of each row travels.
+        ``logits`` are those of this rank's rows, ``[rows, vocabulary]``; one number per row is sent.
         """
         labels = self.rows.labels
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         scores = torch.log_softmax(wide / temperature, -1)
         found = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(labels == IGNORE, 0)
-        # What stands at the last token of a rollout is 0: moved on by one it is that of the next rollout's first.
+        # The value at the last token of a rollout is 0; shifted by one it becomes that of the next rollout's first
+        # token.
         return torch.roll(self.returned(found), 1)
 
 
 def shared_rollouts(
     rollouts: Sequence[Tensor], planner: Planner, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Iterator[RolloutPart]:
-    """The micro-batches of the rollouts of all ranks, one after another;
-    one of all of them where the planner has no cap.
+    """Yield the micro-batches of the rollouts of all ranks; a single one if the planner has no cap.
 
-    ``rollouts`` are this rank's, token ids ``[tokens]`` of each, at least one; ``options`` go to the planner's call.
-    Every rank of ``group``, all by default, calls it and runs every forward and backward.
+    ``rollouts`` are this rank's, at least one, each as token ids ``[tokens]``; ``options`` go to the planner's call.
+    Every rank of ``group``, all by default, must call this and run every forward and backward.
     """
     if not rollouts:
         raise ValueError("a rank needs at least one rollout: deal them so that none has nothing")

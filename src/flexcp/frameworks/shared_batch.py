@@ -1,8 +1,8 @@
 """Shared batch: the documents that every rank loaded for itself, as one batch of all ranks.
 
-Frameworks load data in parallel: each rank draws its own documents. Their ids are small, so all ranks learn all of
-them, plan the whole batch, and keep the rows the plan gives them. The user's dataset, sampler and collator stay; a long
-document on one rank is now everybody's work.
+Frameworks load data in parallel: each rank draws its own documents. Token ids are small, so all ranks gather all of
+them, plan the whole batch, and keep the rows that the plan gives them. The user's dataset, sampler and collator stay
+the same, and all ranks share the work of a long document.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """This rank's rows of the batch, ``[rows]`` each; labels are shifted. Never empty:
-    a rank without tokens has one that nobody sees.
+    """This rank's rows of the batch, tensors ``[rows]``; labels are shifted.
+    Never empty: a rank without tokens has one row that no other row sees.
     """
 
     step: Step
@@ -39,20 +39,20 @@ class Rows:
     positions: Tensor
     labels: Tensor
     loaded: tuple[range, ...] = ()
-    """The tokens of the stream that each rank loaded, where ranks loaded their own."""
+    """The range of stream tokens that each rank loaded, if ranks loaded their own documents."""
 
     def returned(self, values: Tensor) -> Tensor:
-        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded,
+        """Return values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded,
         in their order. Differentiable.
 
-        Every rank calls it, and every rank runs its backward.
+        Every rank has to call it and to run its backward.
         """
         return self.step.relayout(values[: self.step.local_tokens], self.loaded)
 
 
 def lengths_of(positions: Tensor) -> list[int]:
-    """Documents of a ``[rows, tokens]`` tensor of positions, row after row:
-    one begins wherever positions do not go on by 1.
+    """Return the document lengths in a ``[rows, tokens]`` tensor of positions;
+    a document begins where a position is not its predecessor plus 1.
     """
     found = []
     for row in positions.cpu():
@@ -62,7 +62,7 @@ def lengths_of(positions: Tensor) -> list[int]:
 
 
 def next_in_document(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Labels of a stream: each token's successor, :data:`IGNORE` at the documents' ends."""
+    """Return the labels of a stream: each token's successor, :data:`IGNORE` at the end of each document."""
     labels = torch.roll(tokens, -1, 0)
     labels[torch.tensor(lengths, dtype=torch.int64).cumsum(0).to(tokens.device) - 1] = IGNORE
     return labels
@@ -77,10 +77,10 @@ def share(
     /,
     **options: Any,
 ) -> Rows:
-    """This rank's rows of the batch that all ranks of ``group`` loaded together.
+    """Return this rank's rows of the batch that all ranks of ``group`` loaded together.
 
     ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of
-    ``planner``, a :class:`flexcp.Planner` or what stands in for one.
+    ``planner``, a :class:`flexcp.Planner` or a function with the same call.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
     parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
@@ -92,7 +92,7 @@ def share(
 
 
 def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
-    """A step's rows of a stream and its shifted labels."""
+    """Return this rank's rows of a stream and of its shifted labels."""
     refuse_branches(step.plan.batch, "shifted labels know")
     if step.local_tokens == 0:
         return Rows(step, tokens.new_zeros(1), tokens.new_zeros(1), labels.new_full((1,), IGNORE))
@@ -100,7 +100,7 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
 
 
 def gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Every rank's 1-D tensors of integers: one exchange of sizes, one of everything."""
+    """Gather 1-D integer tensors from all ranks, with one exchange of sizes and one of the contents."""
     collectives = Collectives(group, DEFAULT_TIMEOUT)
     sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
     counts = [size.tolist() for size in collectives.gathered("the exchange of batch sizes", sizes)]

@@ -1,20 +1,20 @@
-"""Shared forwards: a model whose caller sees its own documents,
-while the ranks run the documents of all of them together.
+"""Shared forwards: every rank calls a model with its own documents,
+and all ranks together run the documents of all.
 
     shared = share_forward(model, planner, masks=huggingface.masks(model.config))
     out = model(input_ids=..., attention_mask=..., labels=...)      # on every rank, with documents of its own
 
-For losses that are no mean over tokens (preferences, policies, label smoothing) it does not do to leave results where
-rows were computed: they belong to pairs, rollouts and rows that their loader knows. So everything that the model
-returns of a token travels back to the rank that loaded it and stands where its token stood, and its gradient travels
-the other way. The caller's code, its loss and how gradients are reduced stay those of data parallelism: the gradient of
-the sum of all ranks' losses arrives, however rows were placed.
+Some losses are no mean over tokens (preferences, policies, label smoothing). They need the results of whole pairs,
+rollouts or rows on the rank that loaded them. So everything that the model returns for a token travels back to the rank
+that loaded the token and is put in the token's place, and gradients travel the opposite way. The caller's code, its
+loss and its reduction of gradients stay those of data parallelism: the result is the gradient of the sum of all ranks'
+losses, however rows were placed.
 
-What travels back of a token is what the model returns of it: a few numbers where a head returns log-probabilities
-(TRL's fused LM head), the whole vocabulary where the caller asked for logits. A loss that the model takes itself of
-``labels`` is taken where the rows are: this rank's share of the batch's mean, for gradients that are averaged.
+The size of what travels is up to the model's output: a few numbers per token for a head that returns log-probabilities
+(TRL's fused LM head), the whole vocabulary if the caller asks for logits. A loss that the model itself computes from
+``labels`` is computed where the rows are: this rank's share of the batch's mean, for averaged gradients.
 
-``model.generate`` is left to each rank: around it the model attends as it did before.
+``model.generate`` runs on each rank alone, with the model's original attention.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "return_dict", "use_cache"}
-"""Keywords that mean the same to a model whatever rows it gets."""
+"""Keywords that mean the same for any rows, and are passed on to the model."""
 
 
 class LastPlan:
-    """A planner that keeps its last plan, for models that see the same documents one
-    after another (a policy and its reference).
+    """A planner that keeps its last plan, for several models that see the same documents
+    (a policy and its reference).
     """
 
     def __init__(self, planner: Planner, options: Mapping[str, Any]) -> None:
@@ -56,14 +56,14 @@ class LastPlan:
         self.plan: Plan | None = None
 
     def __call__(self, lengths: list[int]) -> Plan:
-        """The plan of these documents."""
+        """Return the plan for documents of these lengths."""
         if self.plan is None or lengths != self.lengths:
             self.plan, self.lengths = self.planner(lengths, **self.options), lengths
         return self.plan
 
 
 class SharedForward:
-    """What :func:`share_forward` made of a model's forward."""
+    """The shared forward of a model, made by :func:`share_forward`."""
 
     def __init__(self, model: PreTrainedModel, planner: LastPlan, group: dist.ProcessGroup | None) -> None:
         self.planner, self.group = planner, group
@@ -72,12 +72,12 @@ class SharedForward:
         self.own_forward = model.forward
         self.names = list(inspect.signature(model.forward).parameters)
         self.watch: Callable[[Step], None] | None = None
-        """Who is shown the step of every forward, if anybody."""
+        """Called with the step of every forward, if set."""
         self.paused = False
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The model's own forward and attention inside the block, each rank for itself."""
+        """Use the model's own forward and attention inside the block, on each rank alone."""
         if self.paused:
             yield
             return
@@ -90,7 +90,7 @@ class SharedForward:
             self.paused = False
 
     def run(self, keywords: Mapping[str, Any]) -> Any:
-        """The model's output of this rank's documents, computed by all ranks."""
+        """Return the model's output for this rank's documents, computed by all ranks together."""
         _refuse_keywords(keywords)
         batch = read_batch({name: value for name, value in keywords.items() if name in KNOWN})
         group = dist.group.WORLD if self.group is None else self.group
@@ -119,12 +119,12 @@ class SharedForward:
 def share_forward(
     model: PreTrainedModel, planner: Planner | LastPlan, group: dist.ProcessGroup | None = None, **options: Any
 ) -> SharedForward:
-    """Let every rank of ``group`` (all by default) call ``model`` with documents of its own
-    and run those of all ranks together.
+    """Let every rank of ``group`` (all by default) call ``model`` with its own documents,
+    and run the documents of all ranks together.
 
-    ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; DDP and FSDP2 are wrapped around it
-    afterwards. ``options`` go to the planner's call (``masks=``, ``tokens=``); models that see the same documents may
-    be given one :class:`LastPlan`. A forward that is given a step runs under that one.
+    ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; wrap it in DDP or FSDP2 afterwards.
+    ``options`` go to the planner's call (``masks=``, ``tokens=``). Several models that see the same documents can share
+    one :class:`LastPlan`. A forward that is called with a step uses that step.
     """
     given = planner if isinstance(planner, LastPlan) else LastPlan(planner, options)
     shared = SharedForward(model, given, group)
@@ -166,14 +166,14 @@ def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
 
 
 def _share_count(rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    """What a rank's sum is divided by to be its share of the batch's mean, where gradients are averaged."""
+    """Return the count by which a rank's sum is divided to be its share of the batch's mean, for averaged gradients."""
     valid = (rows.labels != IGNORE).sum()
     dist.all_reduce(valid, group=group)
     return valid.clamp(min=1) / rows.step.cp_size
 
 
 def _returned(output: Any, rows: Rows, batch: Collated, keywords: Mapping[str, Any]) -> Any:
-    """The output with everything that is a token's in the places of the caller's tokens."""
+    """Return the output with all per-token values in the places of the caller's tokens."""
     if not isinstance(output, dict):
         raise NotImplementedError(
             f"the model returned a {type(output).__name__}, not one of Transformers' outputs: leave return_dict out"
@@ -187,7 +187,7 @@ def _returned(output: Any, rows: Rows, batch: Collated, keywords: Mapping[str, A
     narrow = [name for name, value in of_tokens.items() if value.dim() == 2]
     found = {name: rows.returned(value[0]) for name, value in of_tokens.items() if name not in narrow}
     if narrow:
-        # One exchange for all numbers of a token; the widest type holds truth values and every other number of theirs.
+        # All single numbers of a token travel in one exchange; the widest dtype also holds booleans exactly.
         values = [of_tokens[name][0] for name in narrow]
         wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         moved = rows.returned(torch.stack([value.to(wide) for value in values], 1))
@@ -195,7 +195,7 @@ def _returned(output: Any, rows: Rows, batch: Collated, keywords: Mapping[str, A
     fused = bool(keywords.get("fused_lm_head"))
     for name, value in found.items():
         back = batch.put_back(value)
-        # A head that returns a number for each label has none at the last column, whose label is beyond the row.
+        # A head that returns a number for each label has none for the last column, whose label is beyond the row.
         output[name] = rows.step.losses.say(back[:, :-1] if fused else back)
     if fused and output.get("log_probs") is not None:
         number = keywords.get("num_items_in_batch")

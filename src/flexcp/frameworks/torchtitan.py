@@ -1,20 +1,20 @@
-"""torchtitan: its trainer, its models and its FSDP2, with attention and batches by flexcp.
+"""torchtitan: its trainer, models and FSDP2, with flexcp's attention and batches.
 
     config = torchtitan.turn_on(llama3_8b(), cluster=flexcp.cluster("h100", nodes=2, ranks_per_node=8))
     config.build().train()
 
-Two of torchtitan's own seams carry it. ``@override`` swaps the configuration of every inner attention (SDPA, varlen or
-flex) for :class:`FlexcpAttention`, selective checkpointing for one that keeps attention's results, and metrics for some
-that know how even ranks were. ``post_dataloading_process`` is where a trainer makes a batch ready: there the documents
-that every data parallel rank loaded become one batch of all of them, planned and sharded, and the step goes to every
-layer in the place of attention masks. Loss and gradients need nothing: they already are sums over ranks / valid tokens
-of all.
+Two extension points of torchtitan are used. ``@override`` replaces the configuration of every inner attention (SDPA,
+varlen or flex) by :class:`FlexcpAttention`, selective checkpointing by one that keeps attention's results, and metrics
+by ones that include the balance of ranks. ``post_dataloading_process`` is where a trainer prepares a batch: there the
+documents that the data parallel ranks loaded become one batch of all ranks, planned and sharded, and the step goes to
+every layer as its attention mask. Loss and gradients need no change: they already are sums over ranks / valid tokens of
+all ranks.
 
-A layer's window is that of its varlen attention, and the plan has a mask for each. Flex attention has its windows in
-masks that the model makes for every batch, where flexcp does not see them: layers that have one are refused.
+A layer's window is that of its varlen attention, and the plan has one mask for each window. Flex attention has its
+windows in masks that the model makes for every batch, which flexcp does not see; layers with such a window are refused.
 
-flexcp shares batches over the data parallel ranks, so torchtitan's own context parallelism stays at 1. Refused:
-pipelines, compiled CUDA graphs, and layers with an attention that flexcp does not replace.
+flexcp shares batches over the data parallel ranks, so torchtitan's own context parallelism stays at 1. Pipelines,
+compiled CUDA graphs, and layers with an attention that flexcp does not replace are refused.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from flexcp.planner import Planner
 
 
 class FlexcpAttention(Module):
-    """An inner attention that runs the step it is given as ``attention_masks``: ``[1, L, N, H]`` in and out."""
+    """An inner attention that runs under the step it is given as ``attention_masks``: ``[1, L, N, H]`` in and out."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """``window``: keys a query sees, itself included; 0 for all before it."""
+        """``window`` is the number of keys that a query sees, itself included; 0 means all keys before it."""
 
         window: int = 0
 
@@ -96,24 +96,24 @@ class FlexcpSelectiveAC(SelectiveAC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As torchtitan's."""
+        """The same fields as torchtitan's."""
 
     def get_save_ops(self) -> set[Any]:
-        """torchtitan's operators, and ours."""
+        """Return torchtitan's operators and flexcp's attention."""
         return set(super().get_save_ops()) | {torch.ops.flexcp.attention.default}
 
 
 class FlexcpMetrics(MetricsProcessor):
-    """torchtitan's metrics, with ``flexcp/attention_balance`` and ``flexcp/token_balance``:
-    the most of a rank / the mean.
+    """torchtitan's metrics with ``flexcp/attention_balance`` and ``flexcp/token_balance``:
+    the busiest rank over the mean of all ranks.
 
-    Ranks share a batch, so there is no loss of a rank's own: ``global_max_loss``, which torchtitan divides by the
-    labels that a rank loaded and not by those it computed, is the batch's loss.
+    Ranks share a batch, so no rank has a loss of its own. ``global_max_loss`` is therefore the batch's loss; torchtitan
+    would divide by the labels that a rank loaded instead of those it computed.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """As torchtitan's."""
+        """The same fields as torchtitan's."""
 
     batches: SharedBatches
 
@@ -125,26 +125,26 @@ class FlexcpMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """torchtitan's entry."""
+        """Log torchtitan's entry with the balances added."""
         even = {f"flexcp/{name}": value for name, value in self.batches.entries().items() if name.endswith("balance")}
         super().log(step, global_avg_loss, global_avg_loss, grad_norm, {**(extra_metrics or {}), **even})
 
 
 @override(target=ScaledDotProductAttention.Config, description="flexcp attention")
 def sdpa(config: ScaledDotProductAttention.Config) -> FlexcpAttention.Config:
-    """Causal layers."""
+    """Replace SDPA: causal layers."""
     return derive(config, FlexcpAttention.Config)
 
 
 @override(target=FlexAttention.Config, description="flexcp attention")
 def flex(config: FlexAttention.Config) -> FlexcpAttention.Config:
-    """Layers under the model's one mask, which is causal inside documents."""
+    """Replace flex attention: layers with the model's one mask, which is causal inside documents."""
     return derive(config, FlexcpAttention.Config)
 
 
 @override(target=VarlenAttention.Config, description="flexcp attention")
 def varlen(config: VarlenAttention.Config) -> FlexcpAttention.Config:
-    """Causal layers, and windows: (W, 0) is a window of W tokens before the query."""
+    """Replace varlen attention: causal layers, and windows, where (W, 0) means W tokens before the query."""
     left, right = config.window_size
     if right != 0:
         raise NotImplementedError(
@@ -155,13 +155,13 @@ def varlen(config: VarlenAttention.Config) -> FlexcpAttention.Config:
 
 @override(target=SelectiveAC.Config, exact=True, description="keeps flexcp attention's results")
 def selective(config: SelectiveAC.Config) -> FlexcpSelectiveAC.Config:
-    """Recompute everything torchtitan does, but not attention."""
+    """Replace selective checkpointing: recompute what torchtitan recomputes, but not attention."""
     return derive(config, FlexcpSelectiveAC.Config)
 
 
 @override(target=MetricsProcessor.Config, exact=True, description="says how even ranks were")
 def metrics(config: MetricsProcessor.Config) -> FlexcpMetrics.Config:
-    """torchtitan's metrics and ours."""
+    """Replace the metrics."""
     return derive(config, FlexcpMetrics.Config)
 
 
@@ -169,7 +169,9 @@ OVERRIDES = [f"{__name__}.{function.__name__}" for function in (sdpa, flex, varl
 
 
 def window_of(attention: Any) -> int:
-    """Keys that a query of this layer sees, 0 for all before it, by the layer's configuration."""
+    """Return the number of keys that a query of this layer sees, 0 for all before it,
+    from the layer's configuration.
+    """
     keys: int = attention.inner_attention.window
     said = getattr(attention, "sliding_window_size", None) or 0
     if said != keys and said:
@@ -185,8 +187,8 @@ class FlexcpTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``,
-        with which ``options`` of the planner's call.
+        """torchtitan's fields, and how to plan: the ``cluster``, the ``strategy``,
+        and ``options`` of the planner's call.
         """
 
         cluster: Cluster | None = None
@@ -194,7 +196,7 @@ class FlexcpTrainer(Trainer):
         options: dict[str, Any] = field(default_factory=dict)
 
         def to_dict(self) -> dict[str, Any]:
-            """Plain values; the cluster as it prints."""
+            """Return JSON values; the cluster is given as text."""
             found: dict[str, Any] = super(FlexcpTrainer.Config, self).to_dict()
             return found | {"cluster": repr(self.cluster)}
 
@@ -215,7 +217,7 @@ class FlexcpTrainer(Trainer):
             self.metrics_processor.batches = self._batches
 
     def _planning(self) -> tuple[dict[str, tuple[MaskLike, int]], Planner]:
-        """The masks of the model's layers, and a planner for its heads."""
+        """Return the masks of the model's layers, and a planner for its heads."""
         layers = [layer.attention for layer in self.model_config.layers]
         kinds = {type(a.inner_attention) for a in layers} - {FlexcpAttention.Config}
         if kinds:
@@ -243,8 +245,9 @@ class FlexcpTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """This rank's rows of all ranks' documents, ``[1, rows]``; a document begins where positions are 0,
-        and with every row.
+        """Return this rank's rows of all ranks' documents, ``[1, rows]``.
+
+        A document begins where a position is 0, and at the beginning of every loaded row.
         """
         positions = input_dict.get("positions")
         if positions is None:
@@ -259,18 +262,18 @@ class FlexcpTrainer(Trainer):
         self.ntokens_seen += labels.numel()
         self._step = rows.step
         self._batches.note(rows.step)
-        self._step.losses.said = True  # by torchtitan's own loss
+        self._step.losses.said = True  # torchtitan computes the loss itself
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 
     def _rows_for_loss(self) -> dict[str, Any]:
-        """Options of the planner's call: a loss that is computed in chunks takes rows that these divide,
-        and padding is ignored.
+        """Return options of the planner's call: a loss that is computed in chunks needs a number of rows
+        that the chunks divide, and ignores padding.
         """
         chunks = getattr(self.loss_fn, "num_chunks", 1)
         return {"tokens": "equal", "pad_to": chunks} if chunks > 1 and "tokens" not in self.config.options else {}
 
     def forward_backward_step(self, **given: Any) -> Tensor:
-        """torchtitan's, by a model that used the step."""
+        """Run torchtitan's step, and raise RuntimeError if the model did not use the plan."""
         loss: Tensor = super().forward_backward_step(**given)
         if not self._step.calls:
             raise RuntimeError(not_used(self._step))
@@ -278,8 +281,8 @@ class FlexcpTrainer(Trainer):
 
 
 def turn_on(config: Trainer.Config, **planning: Any) -> FlexcpTrainer.Config:
-    """A trainer configuration with flexcp's attention; ``planning`` are the fields :class:`FlexcpTrainer.Config` adds
-    to torchtitan's.
+    """Return a trainer configuration with flexcp's attention.
+    ``planning`` are the fields that :class:`FlexcpTrainer.Config` adds to torchtitan's.
     """
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     found = FlexcpTrainer.Config(**shared, **planning)

@@ -1,4 +1,4 @@
-"""Trainer logs: how fast tokens go by and how even the ranks' parts are, for the logs of a trainer."""
+"""Numbers for a trainer's logs: tokens per second, and the balance of ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flexcp.executor.step import Step
 
 @dataclass
 class SharedBatches:
-    """The batches that ranks shared since the last entry of a log."""
+    """The batches that ranks shared since the last entry of the log."""
 
     began: float | None = None
     tokens: int = 0
     work: list[float] = field(default_factory=list)
-    """The most attention of a rank / the mean of all ranks, of each batch; likewise for tokens."""
+    """For each batch the attention of the busiest rank over the mean of all ranks; ``rows`` is the same for tokens."""
     rows: list[float] = field(default_factory=list)
 
     def note(self, step: Step) -> None:
@@ -30,7 +30,7 @@ class SharedBatches:
         self.rows.append(_unevenness(plan.placement.tokens))
 
     def entries(self) -> dict[str, float]:
-        """What to log of them, and a new start. Balances are 1.0 where every rank has as much as any other."""
+        """Return the numbers to log and start anew. A balance is 1.0 if all ranks have the same."""
         if self.began is None:
             return {}
         found = {
@@ -43,6 +43,6 @@ class SharedBatches:
 
 
 def _unevenness(counts: NDArray[np.int64]) -> float:
-    """The most / the mean; 1.0 where there is nothing."""
+    """Return the largest count over the mean; 1.0 if all are 0."""
     total = int(counts.sum())
     return int(counts.max()) * len(counts) / total if total else 1.0

@@ -1,9 +1,8 @@
-"""Campaign: many cases, judged by worker processes that ask for one number after the other;
-what they found is joined here.
+"""A campaign: many cases, judged by worker processes that each ask for one case number after the other.
 
-Case ``n`` of seed ``s`` is the same in every campaign, however many workers there are. The clock is kept here, outside
-of what is tested: when the time is over, the workers and their ranks are ended, wherever they are. A worker that dies,
-or does not answer for :data:`CASE_SECONDS`, makes its case a failure, and another takes its place.
+Case ``n`` of seed ``s`` is the same in every campaign, however many workers there are. The time limit is kept here,
+outside of the tested code: when the time is over, the workers and their ranks are stopped, whatever they are doing. If
+a worker dies, or does not answer for :data:`CASE_SECONDS`, its case counts as failed, and a new worker replaces it.
 """
 
 from __future__ import annotations
@@ -26,17 +25,19 @@ from flexcp.fuzz.worker import PATIENCE, SHRINKING_SECONDS, Judged, Task, serve
 from flexcp.measure.fork_server import without_interrupt
 
 MOST_FAILURES = 10
-"""A campaign ends when so many cases have failed: one mistake fails many."""
+"""A campaign ends after this many failed cases, because one bug fails many."""
 CASE_SECONDS = 2 * PATIENCE + SHRINKING_SECONDS
-"""After so long a worker is held for lost. Ranks that do not answer are noticed earlier, by their pool."""
+"""A worker that does not answer for this long counts as lost.
+Ranks that do not answer are noticed earlier, by their pool.
+"""
 TELL_SECONDS = 1.0
 LEAVE_SECONDS = 2.0
-"""What workers are given to close their ranks before they are killed."""
+"""How long workers may take to close their ranks before they are killed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a campaign ends: after so many cases or seconds (0: no such limit), or failures."""
+    """When a campaign ends: after a number of cases, seconds (0: no limit) or failures."""
 
     cases: int = 0
     seconds: float = 0.0
@@ -45,7 +46,9 @@ class Limits:
 
 @dataclass
 class _Worker:
-    """A process, the number it is at, and since when. ``number`` is None until it asks for its first."""
+    """A worker process, the number of its case and when it began;
+    ``number`` is None until it asks for its first case.
+    """
 
     process: SpawnProcess
     number: int | None
@@ -53,7 +56,7 @@ class _Worker:
 
 
 def campaign(task: Task, limits: Limits, jobs: int = 1, tell: Callable[[Found], None] = lambda _: None) -> Found:
-    """Judge cases until a limit is reached; ``tell`` hears about once a second how far it is."""
+    """Judge cases until a limit is reached; ``tell`` is called about once a second with the results so far."""
     found = Found(task.seed, jobs)
     begin = time.monotonic()
     numbers = iter(range(limits.cases)) if limits.cases else _endless()
@@ -93,7 +96,7 @@ def _endless() -> Iterator[int]:
 
 
 def _start(task: Task, crew: dict[Connection, _Worker]) -> None:
-    """A new process, which does not hear of Ctrl-C: only its parent is to, and ends it."""
+    """Start a worker with Ctrl-C blocked: only its parent reacts to that, and stops the worker."""
     context = multiprocessing.get_context("spawn")
     with without_interrupt():
         resource_tracker.ensure_running()  # starting it later would unblock the signal
@@ -109,7 +112,7 @@ def _start(task: Task, crew: dict[Connection, _Worker]) -> None:
 
 
 def _hear(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: Found, numbers: Iterator[int]) -> None:
-    """Take a worker's message, and give it its next number."""
+    """Receive a worker's message, and send it its next case number."""
     worker = crew[pipe]
     try:
         judged: Judged | None = pipe.recv()
@@ -122,7 +125,7 @@ def _hear(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: 
         if not judged.final:
             return
     worker.number, worker.since = next(numbers, None), time.monotonic()
-    with suppress(BrokenPipeError):  # a dead worker is heard of as one
+    with suppress(BrokenPipeError):  # a dead worker is noticed when its pipe closes
         pipe.send(worker.number)
     if worker.number is None:
         _end([crew.pop(pipe).process], LEAVE_SECONDS)
@@ -133,35 +136,35 @@ def _note(task: Task, judged: Judged, found: Found) -> None:
         found.failures = [failure for failure in found.failures if failure.number != judged.number]
         found.failures.append(judged.failure)
         if judged.final:
-            return  # counted when it was told first
+            return  # it was counted when it was first reported
     found.note(task.case(judged.number), judged.outcome)
     found.on_ranks += "ranks" in judged.outcome.checks and judged.outcome.verdict == "passed"
     found.slowest = max(found.slowest, (judged.seconds, judged.number))
 
 
 def _lost(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: Found, how: str) -> None:
-    """A worker that is no use any more: its case has failed, and another takes its place."""
+    """Replace a worker that died or does not answer, and count its case as failed."""
     worker = crew.pop(pipe)
     _end([worker.process])
     if worker.number is None:
-        raise RuntimeError(f"a process of the fuzzer {how} before its first case; its own words are above")
+        raise RuntimeError(f"a process of the fuzzer {how} before its first case; see its output above")
     case, outcome = task.case(worker.number), Outcome("failed", "process", f"the process that judged it {how}")
     known = any(failure.number == worker.number for failure in found.failures)
-    if not known:  # otherwise it was lost while it made a case small that it had told of
+    if not known:  # otherwise the worker was lost while it shrank a case that it had reported
         _note(task, Judged(worker.number, outcome, time.monotonic() - worker.since, None), found)
         found.failures.append(task.failed(worker.number, case, outcome))
     _start(task, crew)
 
 
 def _end(processes: list[SpawnProcess], patience: float = LEAVE_SECONDS) -> None:
-    """End processes with all that they started: first asked, then forced."""
+    """Stop processes with everything they started: first with SIGTERM, then with SIGKILL."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + patience
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         assert process.pid is not None
-        with suppress(ProcessLookupError):  # a worker that does not lead its group yet has started nothing
+        with suppress(ProcessLookupError):  # a worker that does not yet lead its process group has started nothing
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()

@@ -1,8 +1,8 @@
-"""Cases: everything that decides one run of the fuzzer, as plain values; in a file and back.
+"""Cases: all values that decide one run of the fuzzer, and their file.
 
-A file is JSON: the case, and what was found with it. ``flexcp verify @file`` runs it again. Whoever wrote the file,
-reading it gives a case of the right structure or one line that names the file; whether its numbers make sense is said
-by the planner, as to any user.
+The file is JSON with the case and what was found with it; ``flexcp verify @file`` runs it again. Reading a file of any
+origin gives a case of the right structure, or one line that names the file. Whether the numbers in it make sense is
+left to the planner, as with any user's numbers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flexcp.version import __version__
 
 FORMAT = "flexcp-fuzz-1"
 MOST_TOKENS_ON_RANKS = 4096
-"""Tokens that are executed token by token and on real ranks; longer batches are planned,
+"""The most tokens of a batch that is executed token by token and on real ranks. Longer batches are only planned,
 checked by ranges and simulated.
 """
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One of the model's masks: the same for all documents, or (``each``) one for every document."""
+    """One of the model's masks: the same for all documents, or with ``each`` one for every document."""
 
     name: str
     layers: int
@@ -38,18 +38,18 @@ class Layer:
     each: bool = False
 
     def of_document(self, document: int) -> Words:
-        """The mask of one document."""
+        """Return the mask words of one document."""
         words: Words = self.words[document] if self.each else self.words
         return words
 
     def rule(self) -> Mask | list[Mask]:
-        """What a planner takes."""
+        """Return the mask, or the list of masks, that a planner takes."""
         return [rule_of(words) for words in self.words] if self.each else rule_of(self.words)
 
 
 @dataclass(frozen=True)
 class Run:
-    """How attention is called on real ranks."""
+    """Options of the attention calls on real ranks."""
 
     seed: int = 0
     softcap: float | None = None
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, a machine, an attention layer, what the planner is told, and how ranks run it."""
+    """A batch, a machine, an attention layer, the planner's options, and how ranks run the plan."""
 
     lengths: list[int]
     layers: list[Layer]
@@ -84,28 +84,28 @@ class Case:
 
     @property
     def small(self) -> bool:
-        """Whether it can be counted token by token."""
+        """Whether the case is small enough to be executed token by token."""
         return sum(self.lengths) <= MOST_TOKENS_ON_RANKS
 
     def made_planner(self) -> Planner:
-        """The planner; raises what it raises."""
+        """Return the planner; its errors are not caught."""
         return Planner(**self.attention, **self.planner, cluster=self.cluster)
 
     def arguments(self) -> dict[str, Any]:
-        """What the planner is called with."""
+        """Return the arguments of the planner's call."""
         if len(self.layers) == 1:
             return {"mask": self.layers[0].rule(), **self.call}
         return {"masks": {layer.name: (layer.rule(), layer.layers) for layer in self.layers}, **self.call}
 
 
 def save_case(path: Path, case: Case, check: str, message: str) -> None:
-    """Write a failing case, with the check that it failed."""
+    """Write a failing case with the name and the message of the check that it failed."""
     found = {"format": FORMAT, "flexcp": __version__, "check": check, "message": message[:2000], "case": asdict(case)}
     write_whole(path, json.dumps(found, indent=1) + "\n")
 
 
 def is_case_file(path: Path) -> bool:
-    """Whether a file says of itself that it is one of these."""
+    """Return whether a file declares itself a case of the fuzzer."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -113,7 +113,7 @@ def is_case_file(path: Path) -> bool:
 
 
 def read_case(path: Path) -> Case:
-    """The case of a file; ValueError names the file."""
+    """Read the case of a file; a ValueError names the file."""
     content = read_json(path, "case of flexcp fuzz", "write one with `flexcp fuzz`")
     try:
         whole = mapping(content, "the file")

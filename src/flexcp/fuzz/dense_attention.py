@@ -4,7 +4,8 @@ from the formulas.
     s = softcap(q k^T * scale)    p = exp(s - lse)    out = p v            lse = log(sum exp(s) + exp(sink))
     ds = p * (do v^T - rowsum(do * out) + dlse)       dq = ds' k * scale   dk = ds'^T q * scale   dv = p^T do
 
-ds' is ds times the softcap's derivative. It shares nothing with the kernels, theirs being blocked, merged and in torch.
+ds' is ds times the softcap's derivative. The code shares nothing with the kernels, which work in blocks, merge results
+and use torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Inputs:
-    """A whole stream: ``[token, head, size]``, the LSE's gradient ``[token, head]``, a sink for each head or none."""
+    """Inputs of a whole stream: tensors ``[token, head, size]``, the LSE's gradient ``[token, head]``,
+    a sink for each head or None.
+    """
 
     q: Floats
     k: Floats
@@ -32,7 +35,9 @@ class Inputs:
 
 
 def dense_attention(x: Inputs, allowed: list[Bools]) -> dict[str, Floats]:
-    """All results of the documents that lie end to end in the stream; ``allowed[d]`` are the pairs of document d."""
+    """Return all results for documents that lie end to end in the stream;
+    ``allowed[d]`` are the pairs of document d.
+    """
     heads = x.q.shape[1]
     found = {
         "out": np.zeros((*x.q.shape[:2], x.v.shape[2])),

@@ -1,8 +1,7 @@
-"""Random cases. A case follows from the campaign's seed and its number alone,
-so that any one of them can be drawn again.
+"""Random cases. A case depends on the campaign's seed and its number alone, so that each can be drawn again.
 
-Most are small, because small ones reach the corners: documents of one token, ranks without any, rows without keys. A
-few are so long that only ranges can count them. Strategies that take seconds to plan are drawn rarely.
+Most cases are small, because small ones reach the corners: documents of one token, ranks without tokens, rows without
+keys. A few are so long that they can only be checked by ranges. Strategies that take seconds to plan are drawn rarely.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ STRATEGIES = {
 }
 KEEP_LAYOUTS = ("auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "fcp", "hypergraph")
 BALANCED = ("blocks", "auto", "hypergraph")
-"""Strategies that take tolerances."""
+"""Strategies that accept tolerances."""
 SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8), (2, 1), (2, 2), (2, 3), (3, 1), (3, 3), (2, 8))
 ON_RANKS = 8
-"""Ranks that are started here."""
+"""Number of ranks that are started for cases on real ranks."""
 HEADS = ((1, 1), (2, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 1), (8, 8), (10, 5), (12, 4))
 DTYPES = ("float64", "float64", "float64", "bfloat16", "float32", "float16")
 
 
 def draw(seed: int, number: int, most_ranks: int | None = None) -> Case:
-    """Case ``number`` of a campaign; one for real ranks has at most ``most_ranks`` of them,
-    and documents that run in a moment.
+    """Draw case ``number`` of a campaign. With ``most_ranks`` the case is for real ranks:
+    it has at most that many ranks, and short documents.
     """
     rng = random.Random(f"{seed}/{number}")
     on_ranks = most_ranks is not None
@@ -54,7 +53,7 @@ def draw(seed: int, number: int, most_ranks: int | None = None) -> Case:
     ranks = nodes * each
     lengths = _lengths(rng, ranks, long)
     heads, kv_heads = rng.choice(HEADS)
-    if strategy in ("ulysses", "usp") and rng.random() < 0.8:  # which need as many heads as ranks share them
+    if strategy in ("ulysses", "usp") and rng.random() < 0.8:  # they need enough heads for the ranks
         heads, kv_heads = rng.choice(((ranks, ranks), (2 * ranks, ranks), (ranks, 1)))
     machine: dict[str, Any] = {
         "name": rng.choice(("h100", "a100", "cpu", "gb200")),
@@ -106,7 +105,7 @@ def _layers(rng: random.Random, lengths: list[int], long: bool) -> list[Layer]:
 def _told(
     rng: random.Random, strategy: str, ranks: int, tokens: int, longest: int
 ) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """The planner's options, those of its call, and whether micro-batches are asked for."""
+    """Return the planner's options, the options of its call, and whether micro-batches are wanted."""
     options: dict[str, Any] = {"strategy": strategy + _argument(rng, strategy, ranks)}
     call: dict[str, Any] = {}
     micro_batches = False

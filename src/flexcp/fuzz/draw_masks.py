@@ -1,4 +1,4 @@
-"""Random masks: named ones, disjoint slices, ranges of keys, trees, and numbers beyond every document."""
+"""Random masks: named ones, disjoint slices, ranges of keys, trees, and numbers larger than every document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_ONE_LENGTH = ("slices", "key-ranges", "tree", "modality", "shared-answers")
 
 
 def named_mask(rng: random.Random, longest: int) -> Words:
-    """A mask for documents of any length."""
+    """Draw a mask for documents of any length."""
     kind = rng.choice(NAMED)
     wide = max(2, min(longest, 64))
 
@@ -35,7 +35,7 @@ def named_mask(rng: random.Random, longest: int) -> Words:
 
 
 def document_mask(rng: random.Random, length: int) -> Words:
-    """A mask for one document of ``length`` tokens."""
+    """Draw a mask for one document of ``length`` tokens."""
     if rng.random() < 0.35:
         return named_mask(rng, length)
     kind = rng.choice(OF_ONE_LENGTH)
@@ -55,7 +55,7 @@ def document_mask(rng: random.Random, length: int) -> Words:
 
 
 def _slices(rng: random.Random, length: int) -> list[list[int | None]]:
-    """Disjoint ones: cells of a random grid, some empty, each with a band of its own."""
+    """Draw disjoint slices: cells of a random grid, some empty, each with its own band."""
     rows = sorted({0, length, *(rng.randrange(length + 1) for _ in range(rng.randrange(4)))})
     keys = sorted({0, length, *(rng.randrange(length + 1) for _ in range(rng.randrange(4)))})
     found: list[list[int | None]] = []
@@ -71,7 +71,7 @@ def _slices(rng: random.Random, length: int) -> list[list[int | None]]:
 
 
 def _key_ranges(rng: random.Random, length: int) -> list[list[list[int]]]:
-    """Up to three ranges a query, which may overlap; neighbours often have the same."""
+    """Draw up to three ranges for each query, which may overlap; neighbouring queries often have the same."""
     found: list[list[list[int]]] = []
     for _ in range(length):
         if found and rng.random() < 0.6:
@@ -83,9 +83,7 @@ def _key_ranges(rng: random.Random, length: int) -> list[list[list[int]]]:
 
 
 def _tree(rng: random.Random, length: int) -> Words:
-    """Segments in depth-first order: a segment's parent is one of those on the way to the segment before it,
-    or none.
-    """
+    """Draw segments in depth-first order: a segment's parent is the previous segment, one of its ancestors, or none."""
     cuts = sorted(rng.choices(range(length + 1), k=rng.randrange(7)))
     lengths = [b - a for a, b in pairwise([0, *cuts, length])]
     parents, way = [-1], [0]

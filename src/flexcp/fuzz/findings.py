@@ -1,4 +1,4 @@
-"""Findings: what a campaign did, what its cases covered, and which of them failed."""
+"""The results of a campaign: what it did, what its cases covered, and which of them failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexcp.fuzz.judge import Outcome
 
 @dataclass(frozen=True)
 class Failure:
-    """A failing case: its number, the file it was shrunk to, which check failed and what it said."""
+    """A failing case: its number, the file with its shrunk form, the failed check and its message."""
 
     number: int
     file: Path
@@ -23,7 +23,7 @@ class Failure:
 
 @dataclass
 class Found:
-    """What a campaign did, and what was in it."""
+    """Counts of a campaign, its failures, and what its cases covered."""
 
     seed: int
     jobs: int = 1
@@ -32,7 +32,7 @@ class Found:
     refused: int = 0
     on_ranks: int = 0
     unfinished: int = 0
-    """Cases that were still being judged when the time was over; they count nowhere else."""
+    """Cases that were still being judged when the time was over; they are not counted elsewhere."""
     seconds: float = 0.0
     slowest: tuple[float, int] = (0.0, -1)
     """Seconds of the slowest case, and its number."""
@@ -42,7 +42,7 @@ class Found:
     covered: dict[str, Counter[str]] = field(default_factory=dict)
 
     def note(self, case: Case, outcome: Outcome) -> None:
-        """Count a case among what it covers; refused ones cover nothing."""
+        """Count a case and what it covers; a refused case covers nothing."""
         self.cases += 1
         self.plans += outcome.plans
         self.checks.update(outcome.checks)
@@ -53,7 +53,7 @@ class Found:
             self.covered.setdefault(what, Counter()).update(values)
 
     def as_data(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return everything as JSON values."""
         return {
             "seed": self.seed,
             "jobs": self.jobs,
@@ -73,7 +73,7 @@ class Found:
 
 
 def _facts(case: Case) -> dict[str, set[str]]:
-    """What is in a case, by kind."""
+    """Return what a case contains, by kind: strategy, masks, ranks and so on."""
     words = [layer.words if layer.each else [layer.words] for layer in case.layers]
     layout = case.call.get("layout", case.call.get("tokens", "free"))
     told = {name for name, value in case.planner.items() if name not in ("strategy", "effort") and value is not None}

@@ -1,8 +1,9 @@
-"""Judge: one case through all checks.
+"""The judge: runs all checks on one case.
 
-A case passes, is refused (a ValueError or NotImplementedError of one line, which is an answer, as long as the case
-leaves room for one), or fails: a check found something, or something was raised that no user should see. A failure has
-the name of its check, by which the shrinker knows it again.
+A case passes, is refused, or fails. It is refused if the planner raises a ValueError or NotImplementedError of one
+line, which is a valid answer if the case asks for something that can be refused. It fails if a check found something,
+or an exception was raised that no user should see. A failure has the name of its check, by which the shrinker
+recognizes it.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from flexcp.plan.plan import Plan
 Verdict = Literal["passed", "refused", "failed"]
 LONGEST_MESSAGE = 1000
 MAY_DIFFER = ("hypergraph", "dcp")
-"""Strategies that do not promise the same plan twice."""
+"""Strategies that do not promise the same plan for the same request."""
 ALWAYS_PLAN = ("blocks", "auto", "dp")
-"""Strategies that have no reason to refuse a batch without caps, tolerances or a fixed layout."""
+"""Strategies that must not refuse a batch without caps, tolerances or a fixed layout."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: which check failed and what it said, or how the case was refused."""
+    """The result of a case: which check failed and its message, or how the planner refused."""
 
     verdict: Verdict
     check: str = ""
     message: str = ""
     plans: int = 0
     checks: tuple[str, ...] = ()
-    """The checks that were passed, one for each plan."""
+    """The checks that passed; each name occurs once per plan."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """The checks that take longer, which a campaign asks for in a share of its cases.
-    ``seconds`` limits a case in this process.
+    """The slower checks, which a campaign runs on a share of its cases.
+    ``seconds`` limits the CPU time of a case in this process.
     """
 
     again: bool = True
@@ -59,11 +60,11 @@ class Extras:
 
 
 class _TooLong(Exception):  # noqa: N818
-    """Raised by the timer."""
+    """Raised by the timer of :func:`_limited`."""
 
 
 def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - immutable
-    """Run all checks that apply."""
+    """Run all checks that apply to a case."""
     at, passed = "plan", list[str]()
     try:
         with _limited(extras.seconds):
@@ -91,7 +92,7 @@ def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - imm
 
 
 def _planned(case: Case) -> list[tuple[list[int], Plan]] | Outcome:
-    """(documents, plan) of each micro-batch, or how the planner refused."""
+    """Return (documents, plan) of each micro-batch, or the outcome if the planner refused."""
     try:
         planner, arguments = case.made_planner(), case.arguments()
         if case.micro_batches and "layout" not in arguments:
@@ -105,7 +106,9 @@ def _planned(case: Case) -> list[tuple[list[int], Plan]] | Outcome:
         if not 0 < len(words) <= LONGEST_MESSAGE or "\n" in words:
             return Outcome("failed", "refusal", f"{type(refusal).__name__} of {len(words)} characters: {words[:300]}")
         if _leaves_no_room(case):
-            return Outcome("failed", "refusal", f"nothing speaks against this batch, but: {words}")
+            return Outcome(
+                "failed", "refusal", f"refused, although the case asks for nothing that may be refused: {words}"
+            )
         return Outcome("refused", "plan", words)
     given = sorted(document for documents, _ in parts for document in documents)
     require(given == list(range(len(case.lengths))), f"micro-batches hold the documents {given}")
@@ -113,16 +116,14 @@ def _planned(case: Case) -> list[tuple[list[int], Plan]] | Outcome:
 
 
 def _leaves_no_room(case: Case) -> bool:
-    """Whether a refusal is a failure, because nothing was asked that could be refused."""
+    """Return whether a refusal is a failure, because the case asks for nothing that may be refused."""
     caps = ("max_tokens_per_rank", "max_memory_per_rank", "max_peers", "compute_tolerance", "token_tolerance")
     free = not case.call and not any(case.planner.get(name) is not None for name in caps)
     return free and case.strategy in ALWAYS_PLAN
 
 
 def _checks(case: Case, documents: list[int], plan: Plan, extras: Extras) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, check) in the order in which they make sense: what a later one takes for granted,
-    an earlier one has seen.
-    """
+    """Yield (name, check) in order: a later check may assume what an earlier one has checked."""
     dense: list[list[NDArray[np.bool_]]] = []
     words = [[layer.of_document(d) for d in documents] for layer in case.layers]
     yield "check", plan.check
@@ -153,8 +154,8 @@ def _check_again(case: Case, documents: list[int], plan: Plan) -> None:
 
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """Raises inside after so many seconds of this process's own time, however busy the machine is;
-    ranks have limits of their own.
+    """Raise :class:`_TooLong` inside the context after ``seconds`` of this process's CPU time.
+    Ranks have their own limits.
     """
 
     def ring(*_: object) -> None:

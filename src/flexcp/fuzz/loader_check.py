@@ -1,7 +1,6 @@
-"""Loader check: a loader over the documents of a case gives every sample once an epoch, in whole rows, and goes on
-where it was left.
+"""Loader check: a loader over a case's documents gives every sample once an epoch, with the right rows, and can resume.
 
-One rank, planned in this process: what ranks share of a batch is the executor's, which real ranks check.
+It has one rank and plans in this process. How ranks share a batch is the executor's work and checked on real ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from flexcp.planner import Planner
 
 
 class _Documents:
-    """Documents whose tokens name them: document d has the tokens d * 10,000, d * 10,000 + 1, ..."""
+    """Documents with recognizable tokens: document d has the tokens d * 10,000, d * 10,000 + 1, ..."""
 
     def __init__(self, lengths: list[int], known: bool) -> None:
         self.sizes = lengths
@@ -34,7 +33,7 @@ class _Documents:
 
 
 def check_loader(case: Case) -> None:
-    """Two epochs, the second resumed from a state in its middle."""
+    """Run two epochs, then the first again with a second loader that resumes in its middle."""
     rng = random.Random(case.run.seed)
     known, shuffle = rng.random() < 0.5, rng.random() < 0.5
     budget = max(case.lengths) + rng.randrange(sum(case.lengths))
@@ -77,7 +76,7 @@ def check_loader(case: Case) -> None:
 
 
 def _checked(batch: Any, case: Case, budget: int) -> list[int]:
-    """The samples of a batch, whose rows must be theirs."""
+    """Check the rows of a batch and return its samples."""
     samples: list[int] = batch.samples.tolist()
     rows = [torch.arange(case.lengths[s]) + 10_000 * s for s in samples]
     stream = torch.cat(rows)

@@ -1,8 +1,8 @@
-"""Mask words: masks as plain values that fit into a file, and which pairs each allows, by its definition.
+"""Mask words: masks as plain values that fit into a file, and the pairs that each allows by its definition.
 
-A mask is a list: a kind and its numbers, as in ``["window", 6, 0]``. :func:`rule_of` makes the mask that a user would
-make; :func:`allowed` says which (query, key) pairs attend, from the sentence that defines the mask and without slices,
-so that a mistake in the algebra of slices does not hide itself. Numbers may be far beyond every document.
+A mask is a list: a kind and its numbers, as in ``["window", 6, 0]``. :func:`rule_of` makes the mask as a user would.
+:func:`allowed` returns which (query, key) pairs attend, from the definition of the mask and without slices, so that an
+error in the arithmetic of slices is found. Numbers may be far larger than every document.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Bools = NDArray[np.bool_]
 Words = list[Any]
 
 FAR = 1 << 40
-"""Further than any document reaches; larger numbers mean the same, and would not fit into 64 bits."""
+"""A number larger than any document, which replaces larger ones that would not fit into 64 bits."""
 
 
 def rule_of(words: Words) -> Mask:
-    """The mask, made as a user makes it."""
+    """Return the mask, made as a user would make it."""
     kind, *numbers = words
     makers: dict[str, Callable[..., Mask]] = {
         "full": masks.full,
@@ -45,7 +45,7 @@ def rule_of(words: Words) -> Mask:
 
 
 def allowed(words: Words, length: int) -> Bools:
-    """Which pairs attend in a document of ``length`` tokens, ``[query, key]``."""
+    """Return which pairs attend in a document of ``length`` tokens, as ``[query, key]``."""
     return np.asarray(_allowed(words, length), bool)
 
 
@@ -97,7 +97,7 @@ def _modality(spans: list[list[int]], self_only: bool, causal: Bools) -> Bools:
 
 
 def _shared_question(answers: int | list[int], question: float, length: int) -> Bools:
-    """Keys of the question, and of a row's own answer, whatever their order."""
+    """Return the keys of the question and of a row's own answer, before the causal restriction."""
     if isinstance(answers, int):
         asked = int(question * length)
         each = (length - asked) // answers
@@ -110,7 +110,7 @@ def _shared_question(answers: int | list[int], question: float, length: int) -> 
 
 
 def _tree(parents: list[int], lengths: list[int], left: int | None) -> Bools:
-    """Each token's way to its root, walked token by token."""
+    """Return the pairs of a tree by walking from each token to its root."""
     starts = np.cumsum([0, *lengths])
     found = np.zeros((int(starts[-1]), int(starts[-1])), bool)
     for segment, length in enumerate(lengths):

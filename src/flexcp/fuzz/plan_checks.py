@@ -1,6 +1,4 @@
-"""Plan checks: what is asked of every plan, by name. Each raises :class:`~flexcp.fuzz.token_machine.Wrong`,
-or what the plan raises.
-"""
+"""The checks of every plan. Each raises :class:`~flexcp.fuzz.token_machine.Wrong`, or what the plan raises."""
 
 from __future__ import annotations
 
@@ -18,11 +16,13 @@ from flexcp.simulator.training import simulate
 
 Bools = NDArray[np.bool_]
 ROUNDING = 2
-"""Nanoseconds that integer divisions may take off a simulated pass of a layer."""
+"""Nanoseconds by which integer divisions may shorten a simulated pass of a layer."""
 
 
 def check_slices(plan: Plan, words: list[list[Words]]) -> list[list[Bools]]:
-    """Slices cover what masks allow by definition, every pair once; those pairs, ``[mask][document]``."""
+    """Check that slices cover exactly the pairs that masks allow, each once;
+    returns those pairs as ``[mask][document]``.
+    """
     found = []
     for mask, of_mask in zip(plan.batch.masks, words, strict=True):
         dense = []
@@ -40,7 +40,7 @@ def check_slices(plan: Plan, words: list[list[Words]]) -> list[list[Bools]]:
 
 
 def check_promises(plan: Plan, case: Case) -> None:
-    """Caps, equal counts and fixed layouts hold; peers are who transfers name."""
+    """Check that caps, equal counts and fixed layouts hold, and that the plan's peers are those of its transfers."""
     owner = owners(plan)
     counts = np.bincount(owner, minlength=plan.ranks)
     require(plan.placement.tokens.tolist() == counts.tolist(), "placement.tokens is not what ranks keep")
@@ -48,7 +48,7 @@ def check_promises(plan: Plan, case: Case) -> None:
         require(len(set(counts.tolist())) == 1, f"tokens='equal' gave {counts.tolist()}")
         require(counts[0] % (case.call.get("pad_to") or 1) == 0, f"{counts[0]} tokens are no multiple of pad_to")
     else:
-        require(plan.placement.pads == 0, "pads that nobody asked for")
+        require(plan.placement.pads == 0, "pads without tokens='equal'")
     cap = case.planner.get("max_tokens_per_rank")
     require(cap is None or int(counts.max()) <= cap, f"{counts.max()} tokens on a rank, over the cap of {cap}")
     bytes_cap = case.planner.get("max_memory_per_rank")
@@ -66,7 +66,10 @@ def check_promises(plan: Plan, case: Case) -> None:
             if a != b:
                 peers[a].add(b)
                 peers[b].add(a)
-    require([sorted(p) for p in peers] == [plan.peers(r) for r in range(plan.ranks)], "plan.peers is not who exchanges")
+    require(
+        [sorted(p) for p in peers] == [plan.peers(r) for r in range(plan.ranks)],
+        "plan.peers differs from the ranks in its transfers",
+    )
     most = case.planner.get("max_peers")
     require(most is None or max(map(len, peers)) <= most, "a rank has more peers than max_peers")
 
@@ -87,7 +90,7 @@ def _check_layout(owner: np.ndarray, layout: str | list[list[int]], ranks: int) 
 
 
 def check_simulation(plan: Plan) -> None:
-    """Simulated times are finite and no faster than what no placement is faster than."""
+    """Check that simulated times are finite and not below the lower bounds for any placement."""
     found = simulate(plan)
     layers = sum(mask.layers for mask in plan.batch.masks)
     for backward in (False, True):
@@ -101,12 +104,14 @@ def check_simulation(plan: Plan) -> None:
             ns >= floor - ROUNDING * layers,
             f"{'backward' if backward else 'forward'} simulated in {ns} ns, below its bound of {floor} ({bounds})",
         )
-        require(math.isfinite(found.mfu(backward)) and found.mfu(backward) >= 0, "mfu is no number")
+        require(
+            math.isfinite(found.mfu(backward)) and found.mfu(backward) >= 0, "mfu is not a finite number of at least 0"
+        )
     require(found.attention_ns >= found.exposed_ns >= 0, "more exposed time than time")
 
 
 def check_file(plan: Plan) -> None:
-    """A plan's file gives the same plan, and the same file again."""
+    """Check that a plan's file gives the same plan, and saving that gives the same file."""
     data = save_plan(plan)
     read = load_plan(data)
     require(read.hash == plan.hash, f"a plan {plan.hash} is read from its file as {read.hash}")
@@ -114,5 +119,5 @@ def check_file(plan: Plan) -> None:
 
 
 def check_tokens(plan: Plan, dense: list[list[Bools]]) -> None:
-    """Executed token by token."""
+    """Execute the plan token by token."""
     execute(plan, dense)

@@ -1,10 +1,10 @@
-"""Rank check: a plan run on real ranks, forward and backward under each of its masks,
-beside dense attention in float64.
+"""Rank check: run a plan on real ranks, forward and backward under each of its masks,
+and compare with dense attention in float64.
 
-Every rank makes the same stream from the seed; rank 0 gathers results and this process compares. Passes of all masks
-share one step, as layers do, and the first is run twice: on a CPU the same plan gives the same bits. Errors are max|x -
-ref| / max(1, max|ref|). Float64 may be 1e-10 off; lower precisions :data:`ROUNDINGS` of their own roundings, which is
-loose, and enough for a missing or doubled contribution.
+Every rank makes the same stream from the seed; rank 0 gathers the results and this process compares them. The passes of
+all masks share one step, as layers do, and the first mask runs twice: on a CPU the same plan must give the same bits.
+Errors are max|x - ref| / max(1, max|ref|). Float64 may be off by 1e-10, lower precisions by :data:`ROUNDINGS` of their
+own roundings, which is loose but finds a missing or doubled contribution.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ EXACT = 1e-10
 LIMIT = 240.0
 """Seconds that ranks wait for each other."""
 ROUNDINGS = 24
-"""Roundings of a low precision that a result may be off: inputs, probabilities and results are each rounded, and
-gradients add them up.
+"""How many roundings of a low precision a result may be off: inputs, probabilities and results are each rounded,
+and gradients add these errors up.
 """
 
 
 def check_ranks(plan: Plan, dense: list[list[Bools]], how: Run, pool: RankPool) -> None:
-    """Run on the first ranks of ``pool`` and compare."""
+    """Run the plan on the first ranks of ``pool`` and compare its results, bits and bytes."""
     found = pool.run(run_plan, plan, how, ranks=plan.ranks)[0]
     require(found["again"], "the same plan gave other bits in its second pass")
     for backward, sent in enumerate(found["sent"]):
-        wire = plan.bytes(bool(backward), 0) * 2  # its first mask runs twice
+        wire = plan.bytes(bool(backward), 0) * 2  # the first mask runs twice
         for mask in range(1, len(plan.batch.masks)):
             wire = wire + plan.bytes(bool(backward), mask)
         require(sent == wire.tolist(), f"{'backward' if backward else 'forward'}: bytes on the wire are not the plan's")
@@ -59,7 +59,7 @@ def check_ranks(plan: Plan, dense: list[list[Bools]], how: Run, pool: RankPool) 
 
 
 def made_stream(plan: Plan, how: Run) -> Stream:
-    """Inputs of the whole stream in the plan's dtype."""
+    """Return the inputs of the whole stream in the plan's dtype."""
     generator = torch.Generator().manual_seed(how.seed)
     shape, tokens = plan.shape, plan.batch.tokens
     dtype = getattr(torch, shape.dtype)
@@ -81,7 +81,9 @@ def made_stream(plan: Plan, how: Run) -> Stream:
 
 
 def run_plan(group: dist.ProcessGroup, plan: Plan, how: Run) -> dict[str, Any] | None:
-    """On every rank: all masks of one step, and the first once more. What rank 0 gathered, None elsewhere."""
+    """Run all masks in one step, and the first once more; called on every rank.
+    Returns what rank 0 gathered, else None.
+    """
     stream = made_stream(plan, how)
     step = bind(plan, group, LIMIT, rounds_per_call=how.rounds_per_call, chunk_bytes=how.chunk_bytes)
     masks = [mask.name for mask in plan.batch.masks]
@@ -97,32 +99,32 @@ def run_plan(group: dist.ProcessGroup, plan: Plan, how: Run) -> dict[str, Any] |
 
 
 def _one_mask(step: Step, stream: Stream, how: Run, name: str) -> dict[str, torch.Tensor]:
-    """Results of one mask in stream order."""
-    q, k, v = (step.shard(_there(stream[n])).requires_grad_() for n in "qkv")
+    """Run one mask and return its results in stream order."""
+    q, k, v = (step.shard(_not_none(stream[n])).requires_grad_() for n in "qkv")
     sinks = None if stream["sinks"] is None else stream["sinks"].clone().requires_grad_()
     out, lse = attention(q, k, v, step, mask=name, softcap=how.softcap, sinks=sinks, return_lse=True, kernel=how.kernel)
-    outputs, gradients = [out], [step.shard(_there(stream["do"]))]
+    outputs, gradients = [out], [step.shard(_not_none(stream["do"]))]
     if how.lse_gradient:
         outputs.append(lse)
-        gradients.append(step.shard(_there(stream["dlse"])))
+        gradients.append(step.shard(_not_none(stream["dlse"])))
     torch.autograd.backward(outputs, gradients)
     local = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    found = {n: step.gather(_there(x).detach()) for n, x in local.items()}
+    found = {n: step.gather(_not_none(x).detach()) for n, x in local.items()}
     if sinks is not None:
-        total = _there(sinks.grad).double()
-        if step.group is not None:  # a rank alone has none, and torch would take None for all processes of the pool
+        total = _not_none(sinks.grad).double()
+        if step.group is not None:  # one rank has no group, and torch would take None for all processes of the pool
             dist.all_reduce(total, group=step.group)
         found["dsinks"] = total
     return found
 
 
-def _there(x: torch.Tensor | None) -> torch.Tensor:
+def _not_none(x: torch.Tensor | None) -> torch.Tensor:
     assert x is not None
     return x
 
 
 def _error(found: np.ndarray, exact: np.ndarray) -> float:
-    """Infinite where one is empty and the other is not, or where a number is none."""
+    """Return max|x - ref| / max(1, max|ref|); infinity if the empty rows differ or a value is not finite."""
     empty = np.isneginf(exact)
     if found.shape != exact.shape or not np.array_equal(np.isneginf(found), empty):
         return float("inf")

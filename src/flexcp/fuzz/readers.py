@@ -1,9 +1,9 @@
-"""Readers: every kind of file a user can hand over, changed at random, must be read,
+"""Readers: every kind of file that a user can pass is changed at random, and must be read
 or refused in one line that names the file.
 
-A good file of each kind is changed as disks and cables do (bits, ranges, cut off), as a careless hand does (values of
-other types, missing and doubled entries), and as somebody hostile does (nesting without end, numbers beyond 64 bits,
-names that a terminal obeys). What is then read is used as far as commands use it before anything is computed.
+A good file of each kind is changed as disks and cables do (bits, ranges, truncation), as careless editing does (values
+of other types, missing and doubled entries), and as an attacker does (endless nesting, numbers beyond 64 bits, names
+with terminal control characters). A file that is read is then used as far as commands use it before they compute.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of file: what a good one holds, and what reads it. ``named``: complaints name the file,
-    which has this suffix.
+    """A kind of file: its suffix, a good example, and the function that reads it;
+    with ``named`` its errors must name the file.
     """
 
     kind: str
@@ -67,7 +67,9 @@ def _mask_slices(path: Path) -> object:
 
 
 def readers(folder: Path) -> list[Reader]:
-    """All kinds; good files of some are written to ``folder`` first, by what writes them for users."""
+    """Return all kinds of files; some good examples are first written to ``folder``
+    by the code that writes them for users.
+    """
     plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
     config = {
         "model_type": "qwen3",
@@ -128,7 +130,7 @@ def _loader() -> Loader:
 
 
 def _load_state(path: Path) -> object:
-    """JSON is the trainer's to read; what is in it is ours."""
+    """Load a loader's state; invalid JSON counts as read, because the user's trainer parses it."""
     try:
         state = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -139,7 +141,7 @@ def _load_state(path: Path) -> object:
 
 
 def changed(reader: Reader, rng: random.Random) -> bytes:
-    """A changed file."""
+    """Return a randomly changed file."""
     way = rng.randrange(6)
     if way == 0:
         return rng.choice(TEXTS).encode("utf-8", errors="surrogatepass")
@@ -170,7 +172,7 @@ def _changed_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_value(here: Any, rng: random.Random) -> None:
-    """Another value somewhere inside nested JSON; what is outermost stays."""
+    """Change a random value inside nested JSON, but not the outermost."""
     while True:
         keys = list(here) if isinstance(here, dict) else list(range(len(here)))
         if not keys:
@@ -195,7 +197,7 @@ def change_value(here: Any, rng: random.Random) -> None:
 
 @dataclass(frozen=True)
 class BadRead:
-    """A file that was neither read nor refused as it should be."""
+    """A file that was neither read nor refused correctly."""
 
     kind: str
     content: bytes
@@ -203,7 +205,7 @@ class BadRead:
 
 
 def fuzz_readers(count: int, seed: int, folder: Path) -> Iterator[tuple[str, bool, BadRead | None]]:
-    """(kind, whether it was read, what went wrong) of each of ``count`` changed files."""
+    """Yield (kind, whether it was read, what went wrong) for each of ``count`` changed files."""
     kinds, rng = readers(folder), random.Random(seed)
     for number in range(count):
         reader = kinds[number % len(kinds)]

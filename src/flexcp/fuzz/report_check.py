@@ -1,4 +1,4 @@
-"""Report check: the page of a plan shows the plan's numbers, and is a page whatever the names in it."""
+"""Report check: the page of a plan shows the plan's numbers, and stays valid HTML with any names in it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flexcp.report.plan_data import MOST_ROWS
 from flexcp.report.plan_tables import plan_section
 
 HOSTILE = '</script><!--<script>"&\u2028'
-"""A title as nobody would choose it."""
+"""A title that would break a page without escaping."""
 
 
 class _Page(HTMLParser):
-    """Collects the data element, and cells of tables."""
+    """Collects the text of the data element and of the heading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class _Page(HTMLParser):
 
 
 def check_report(plan: Plan) -> None:
-    """Bytes, runs, regions and lengths in the page are the plan's;
-    of a plan in many parts, those of the documents that are drawn.
+    """Check that bytes, runs, regions and lengths in the page are the plan's,
+    for a plan with many parts those of the drawn documents.
     """
     reader = _Page()
     reader.feed(page([plan_section(plan)], HOSTILE))
@@ -73,20 +73,20 @@ def check_report(plan: Plan) -> None:
 
 
 def _check_drawn(plan: Plan, documents: list[int]) -> None:
-    """All documents are drawn where their parts fit in a page, otherwise the longest ones."""
+    """Check that all documents are drawn if their parts fit into a page, otherwise the longest ones."""
     lengths, rows = plan.batch.lengths.tolist(), [len(_runs_of(plan, range(plan.batch.documents)))]
     rows += [len(regions) for regions in plan.placement.regions]
     left = sorted(set(range(len(lengths))) - set(documents))
     require(len(documents) > 0, "the report draws no document")
-    # A run over several documents is a row of each.
+    # A run over several documents counts as a row of each.
     require(not left or sum(rows) + len(lengths) > MOST_ROWS, f"the report leaves out documents {left} of a small plan")
     shortest = min(lengths[d] for d in documents)
     require(all(lengths[d] <= shortest for d in left), "the report leaves out a longer document than it draws")
 
 
 def _runs_of(plan: Plan, documents: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(rank, start, stop) of the runs that hold something of these documents;
-    of all runs, pads too, when these are all documents.
+    """Return (rank, start, stop) of the runs with tokens of these documents.
+    If these are all documents, the runs of pads are included.
     """
     runs, starts = plan.placement.runs, plan.batch.starts
     wanted = np.zeros(plan.placement.stream, bool)

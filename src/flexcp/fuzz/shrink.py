@@ -1,8 +1,7 @@
-"""Shrink: a failing case made small, one simplification at a time, as long as the same check goes on failing.
+"""Shrinking: a failing case is made smaller, one simplification at a time, as long as the same check fails.
 
 Simplifications are tried from the largest step to the smallest: fewer documents, shorter ones, one mask, a simpler
-mask, fewer ranks, fewer heads, fewer options. A mask that belongs to one length becomes causal when its document is
-cut.
+mask, fewer ranks, fewer heads, fewer options. A mask that fits only one length becomes causal when its document is cut.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ DEFAULTS: dict[str, Any] = {"head_dim": 8, "v_head_dim": 8, "dtype": "float64"}
 def shrunk(
     case: Case, outcome: Outcome, again: Callable[[Case], Outcome], more: Callable[[], bool]
 ) -> tuple[Case, Outcome]:
-    """The smallest failing case found, and its outcome; ``again`` judges a case,
-    ``more`` says whether there is time left.
+    """Return the smallest failing case found, and its outcome.
+    ``again`` judges a case; ``more`` tells whether there is time left.
     """
     found = True
     while found:
@@ -38,7 +37,7 @@ def shrunk(
 
 
 def simplifications(case: Case) -> Iterator[Case]:
-    """Smaller cases than this one."""
+    """Yield smaller cases than this one."""
     count = len(case.lengths)
     if count > 1:
         yield from (_documents(case, range(count // 2)), _documents(case, range(count // 2, count)))
@@ -83,7 +82,7 @@ def _cut(case: Case, document: int, length: int) -> Case:
 
 
 def _free(case: Case) -> Case:
-    """An index map is of one stream: a shorter one has none."""
+    """Return the case without an index map, which would not fit a changed stream or number of ranks."""
     if isinstance(case.call.get("layout"), list):
         return replace(case, call={k: v for k, v in case.call.items() if k != "layout"})
     return case

@@ -1,13 +1,13 @@
-"""Token machine: a plan executed token by token and head by head on integers, to see that attention comes out right.
+"""Token machine: executes a plan token by token and head by head on integers, to check that attention is right.
 
-Every key token has a random 64-bit number, and every query token one for each head. What a rank computes for a row is
-the sum of the numbers of the keys it saw, for a key the sum over the rows that saw it; both modulo 2**64. Results
+Every key token has a random 64-bit number, and every query token one for each head. A rank's result for a row is the
+sum of the numbers of the keys it saw, and for a key the sum over the rows that saw it, both modulo 2**64. Results
 travel and are added as the plan's transfers say. At the end each row must be home with the sum over exactly its allowed
-keys, and each key with that over its rows: a pair left out, computed twice, or returned twice gives another sum. On the
-way every number has its time, so that nothing is used, forwarded or sent before it is there.
+keys, and each key with the sum over its rows: a pair that is left out, computed twice or returned twice changes the
+sum. The machine also tracks in which slot each number arrives, so that nothing is used, forwarded or sent too early.
 
-Arrays are dense over [rank, token, head]. Nothing here is shared with the scheduler, the executor,
-:mod:`flexcp.plan.check` or :mod:`flexcp.plan.slots`: the only inputs are the tables of the plan and the pairs that
+Arrays are dense over [rank, token, head]. The code shares nothing with the scheduler, the executor,
+:mod:`flexcp.plan.check` or :mod:`flexcp.plan.slots`: its only inputs are the tables of the plan and the pairs that
 masks allow by definition.
 """
 
@@ -27,7 +27,7 @@ Q, KV, OUT, DO, DQ, DKV = range(6)
 
 
 class Wrong(Exception):  # noqa: N818 - a finding, not an accident
-    """What a check found."""
+    """Raised by a check that found an error."""
 
 
 def require(condition: bool | np.bool_, message: str) -> None:
@@ -37,7 +37,9 @@ def require(condition: bool | np.bool_, message: str) -> None:
 
 
 def execute(plan: Plan, allowed: list[list[Bools]]) -> None:
-    """Run all passes of a plan; ``allowed[mask][document]`` are the pairs of each document. Raises :class:`Wrong`."""
+    """Execute all passes of a plan and raise :class:`Wrong` on an error;
+    ``allowed[mask][document]`` are the allowed pairs.
+    """
     owner = owners(plan)
     for mask, dense in enumerate(allowed):
         work = computed_once(plan, mask, dense)
@@ -50,18 +52,18 @@ def execute(plan: Plan, allowed: list[list[Bools]]) -> None:
 
 
 def owners(plan: Plan) -> Ints:
-    """The rank that keeps each token of the stream, pads included."""
+    """Return the rank that keeps each token of the stream, pads included."""
     owner = np.full(plan.batch.tokens + plan.placement.pads, -1, np.int64)
     for rank, start, stop in plan.placement.runs.matrix().T.tolist():
         require(0 <= rank < plan.ranks and 0 <= start < stop <= len(owner), f"run {(rank, start, stop)} is impossible")
         require((owner[start:stop] == -1).all(), f"tokens {start}..{stop} are kept twice")
         owner[start:stop] = rank
-    require((owner >= 0).all(), "a token is kept by nobody")
+    require((owner >= 0).all(), "a token is kept by no rank")
     return owner
 
 
 def computed_once(plan: Plan, mask: int, dense: list[Bools]) -> Ints:
-    """Pairs x heads of each rank; every allowed pair of every head must be in exactly one region."""
+    """Check that every allowed pair of every head is in exactly one region; returns the pairs x heads of each rank."""
     times = [np.zeros((plan.shape.heads, *pairs.shape), np.int16) for pairs in dense]
     work = np.zeros(plan.ranks, np.int64)
     for rank, d, q0, q1, k0, k1, h0, h1 in plan.placement.regions[mask].matrix().T.tolist():
@@ -78,7 +80,7 @@ def computed_once(plan: Plan, mask: int, dense: list[Bools]) -> Ints:
 
 
 def _bytes(plan: Plan, program: Program) -> Ints:
-    """``[source, target]`` bytes of the transfers, from the table of bytes in the manual."""
+    """Return the bytes ``[source, target]`` of the transfers, computed from the table of bytes in the manual."""
     shape = plan.shape
     e = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[shape.dtype]
     wide = 8 if shape.dtype == "float64" else 4
@@ -94,7 +96,7 @@ def _bytes(plan: Plan, program: Program) -> Ints:
 
 
 class _Pass:
-    """One direction of one mask on all ranks."""
+    """One pass: one direction of one mask on all ranks."""
 
     def __init__(self, plan: Plan, mask: int, backward: bool, owner: Ints, dense: list[Bools], where: str) -> None:
         self.plan, self.mask, self.backward, self.dense, self.where = plan, mask, backward, dense, where
@@ -109,7 +111,7 @@ class _Pass:
         self.row_words = draw.integers(1, 1 << 63, (len(owner), plan.shape.heads)).astype(np.uint64)
 
     def run(self) -> None:
-        """Inputs arrive, work is done, results go home."""
+        """Execute the pass: inputs arrive, work is done, results go home."""
         heads, kv_heads = self.plan.shape.heads, self.plan.shape.kv_heads
         q, kv = self._arrivals(Q, heads), self._arrivals(KV, kv_heads)
         if self.backward:
@@ -120,16 +122,16 @@ class _Pass:
             self._home(DKV, key_words, key_slot, self._expected_keys())
 
     def _leaves(self, stage: int) -> tuple[int, int]:
-        """(the last slot whose arrivals, the last slot whose work) a message of this stage can carry.
+        """Return the last slot whose arrivals, and the last slot whose work, a message of this stage can carry.
 
-        A stage is posted so many slots ahead, behind that slot's wait and before its work; or (0) first of all in its
-        own slot.
+        A stage that is posted ``ahead`` slots early is posted after that slot's wait and before its work. With ``ahead
+        = 0`` it is posted at the very beginning of its own slot.
         """
         ahead = self.ahead[stage]
         return (stage - ahead, stage - ahead - 1) if ahead else (stage - 1, stage - 1)
 
     def _arrivals(self, kind: int, heads: int) -> Ints:
-        """``[rank, token, head]``: the slot from which an input is there."""
+        """Return as ``[rank, token, head]`` the first slot in which an input can be used."""
         found = np.full((self.plan.ranks, len(self.owner), heads), NEVER, np.int64)
         if not self.plan.placement.assemble_own:
             found[self.owner, np.arange(len(self.owner))] = self.program.own_stage
@@ -156,7 +158,7 @@ class _Pass:
         return found
 
     def _work(self, q: Ints, kv: Ints) -> tuple[Words64, Ints, Words64, Ints]:
-        """What ranks compute for rows and for keys, and the slot in which the last of it is done."""
+        """Return what ranks compute for rows and for keys, each with the slot in which it is complete."""
         row_words, row_slot = np.zeros(q.shape, np.uint64), np.full(q.shape, -1, np.int64)
         key_words, key_slot = np.zeros(kv.shape, np.uint64), np.full(kv.shape, -1, np.int64)
         starts = self.plan.batch.starts
@@ -177,7 +179,7 @@ class _Pass:
         return row_words, row_slot, key_words, key_slot
 
     def _home(self, kind: int, words: Words64, slot: Ints, expected: Words64) -> None:
-        """Results travel; all of each must be at home at the end, and nothing anywhere else."""
+        """Let results travel; at the end every result must be complete on its owner, and none left on another rank."""
         tokens_of_all = np.arange(len(self.owner))
         came = np.full(slot.shape, -1, np.int64)
         home = np.zeros_like(expected)

@@ -1,7 +1,7 @@
-"""Worker: a process of a campaign. It is given numbers of cases, judges each, and makes failing ones small.
+"""A worker: a process of a campaign that judges cases by their numbers and shrinks the failing ones.
 
-It leads a process group of its own, with the ranks it starts, so that a campaign can end all of them whatever they are
-doing. Asked to end (SIGTERM), it closes its ranks and goes.
+A worker leads its own process group, which includes the ranks it starts, so that a campaign can stop all of them
+whatever they are doing. On SIGTERM it closes its ranks and exits.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from flexcp.measure.warmup import warm
 
 SHRINKING_SECONDS = 60.0
 NO_RANKS = (RankError, OSError)
-"""What a pool of ranks that does not start raises; whatever else a case raises is its outcome."""
+"""Exceptions of a pool of ranks that does not start; anything else that a case raises is its outcome."""
 PATIENCE = 300.0
-"""Seconds for ranks to answer, on a busy machine too; what they wait for among each other has a limit below that."""
+"""Seconds for ranks to answer, even on a busy machine; the limit for ranks that wait for each other is lower."""
 
 
 def _nothing(*_: object) -> None:
-    """Nothing is to be prepared."""
+    """Do nothing: the default preparation."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Which cases a campaign is made of: case ``n`` follows from the seed, and so does whether it runs on real ranks.
+    """The cases of a campaign. Case ``n``, and whether it runs on real ranks, depends on the seed and its number alone.
 
-    ``prepare`` is called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by
-    name.
+    ``share`` is the share of cases on real ranks, ``folder`` the place for files of failing cases. ``prepare`` is
+    called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by name.
     """
 
     seed: int
@@ -52,15 +52,15 @@ class Task:
     prepare_ranks: Callable[[RankPool], object] = _nothing
 
     def on_ranks(self, number: int) -> bool:
-        """Whether real ranks run a case."""
+        """Return whether a case runs on real ranks."""
         return int((number + 1) * self.share) > int(number * self.share)
 
     def case(self, number: int) -> Case:
-        """Drawn, the same every time."""
+        """Return the case of a number, the same every time."""
         return draw(self.seed, number, self.most_ranks if self.on_ranks(number) else None)
 
     def failed(self, number: int, case: Case, outcome: Outcome) -> Failure:
-        """Written to its file."""
+        """Write a failing case to its file and return the failure."""
         file = self.folder / f"fuzz-{self.seed}-{number}.json"
         save_case(file, case, outcome.check, outcome.message)
         return Failure(number, file, outcome.check, outcome.message)
@@ -68,7 +68,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Judged:
-    """What became of a case. One that failed is told twice: as it was drawn (not ``final``), and when it is small."""
+    """The outcome of a case. A failed case is reported twice: as it was drawn (not ``final``), and after shrinking."""
 
     number: int
     outcome: Outcome
@@ -78,7 +78,9 @@ class Judged:
 
 
 def serve(task: Task, pipe: Connection) -> None:
-    """A worker's life: judge the numbers that come through the pipe until it closes or None comes."""
+    """Judge the case numbers that come through the pipe until it closes or sends None;
+    the main function of a worker.
+    """
     os.setsid()
     signal.signal(signal.SIGTERM, _leave)
     import torch
@@ -94,7 +96,7 @@ def serve(task: Task, pipe: Connection) -> None:
         except (EOFError, BrokenPipeError):
             return  # the campaign is gone
         finally:
-            # It goes already, and raising in an exit function would print a traceback.
+            # The worker is leaving already, and raising in an exit function would print a traceback.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -104,7 +106,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def judge_number(task: Task, number: int, ranks: _Ranks, tell: Callable[[Judged], None]) -> None:
-    """Judge one case and tell of it."""
+    """Judge one case and pass the outcome to ``tell``."""
     since, case = time.monotonic(), task.case(number)
     extras = Extras(number % 4 == 0, number % 7 == 0, number % 9 == 0)
     try:
@@ -123,7 +125,7 @@ def judge_number(task: Task, number: int, ranks: _Ranks, tell: Callable[[Judged]
 
 def _made_small(task: Task, number: int, case: Case, outcome: Outcome, extras: Extras, ranks: _Ranks) -> Failure:
     end = time.monotonic() + SHRINKING_SECONDS
-    # Only what failed is looked for again.
+    # Only the check that failed is run again.
     only = {name: getattr(extras, name) and outcome.check == name for name in ("again", "report", "loader")}
 
     def again(simpler: Case) -> Outcome:
@@ -133,14 +135,14 @@ def _made_small(task: Task, number: int, case: Case, outcome: Outcome, extras: E
     try:
         small, said = shrunk(case, outcome, again, lambda: time.monotonic() < end)
     except NO_RANKS:
-        small, said = case, outcome  # as it was drawn
+        small, said = case, outcome  # keep the case as it was drawn
     if outcome.check == "ranks":
-        ranks.close()  # they may be anywhere in their program
+        ranks.close()  # the ranks may be stuck anywhere
     return task.failed(number, small, said)
 
 
 class _Ranks:
-    """A pool of ranks, started when first needed and anew when it has stopped."""
+    """A pool of ranks, started when it is first needed and again after it has stopped."""
 
     def __init__(self, size: int, started: Callable[[RankPool], object]) -> None:
         self._pool: RankPool | None = None
@@ -154,7 +156,7 @@ class _Ranks:
         return self._pool
 
     def fresh(self) -> RankPool:
-        """Ranks that nothing failed on."""
+        """Return a newly started pool."""
         self.close()
         return self.pool()
 

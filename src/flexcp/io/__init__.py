@@ -1,1 +1,1 @@
-"""Files and terminals: JSON from users, files written whole, folders that are ours alone, text that is safe to show."""
+"""Files and terminals: JSON from users, atomic writes, folders that only the user can write, safe terminal text."""

@@ -1,8 +1,8 @@
-"""Atomic files: what is written is there as a whole or not at all, and nothing half-written stays behind.
+"""Atomic files: write a file completely or not at all.
 
-The content goes to a file of another name beside the target, which then takes its place. When anything fails, a full
-disk or Ctrl-C, that file is removed and the target is as it was. A device or a pipe (``/dev/stdout``) is written as it
-is.
+The content is written to a file of another name beside the target, which is then renamed to the target. If anything
+fails (a full disk, Ctrl-C), that file is removed and the target is unchanged. A device or a pipe (``/dev/stdout``) is
+written directly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path | str, content: bytes | str) -> None:
-    """Write a file; OSError with the file's name when it cannot be written."""
+    """Write a file; raise an OSError that names ``path`` if it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
-    target = Path(os.path.realpath(path))  # a link stays a link
+    target = Path(os.path.realpath(path))  # if path is a link, the file it points to is replaced, and not the link
     try:
         if target.exists() and not target.is_file():
             target.write_bytes(data)
@@ -29,5 +29,5 @@ def write_whole(path: Path | str, content: bytes | str) -> None:
             with suppress(OSError):
                 aside.unlink()
             raise
-    except OSError as error:  # the system names the file aside, or none
+    except OSError as error:  # the original error names the temporary file, or none
         raise OSError(error.errno, error.strerror, str(path)) from None

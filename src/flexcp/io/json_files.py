@@ -1,7 +1,7 @@
-"""JSON files: what a user hands over as JSON, read with one line of complaint that names the file.
+"""JSON files: read JSON from users, with one-line errors that name the file.
 
-JSON allows what no reader here can use: nesting deeper than Python's stack, numbers like 1e400 that become infinite,
-NaN, integers of thousands of digits. Each is refused where it is read, not where it would be computed with.
+JSON allows values that no reader here can use: nesting deeper than Python's stack, numbers like 1e400 that become
+infinite, NaN, and integers of thousands of digits. They are refused when the file is read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ LARGEST = 2**63 - 1
 
 
 def read_json(path: Path | str, what: str, hint: str) -> Any:
-    """The value in a JSON file; ValueError names the file, says why it is no ``what``,
-    and gives the way out, ``hint``.
+    """Return the value in a JSON file.
+
+    A ValueError names the file, says why it is no ``what`` (such as "cost model"), and ends with ``hint``, which says
+    what to do.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -31,9 +33,9 @@ def read_json(path: Path | str, what: str, hint: str) -> Any:
 
 
 def json_line(line: str, where: str) -> Any:
-    """The value in one line of a file of many, or in a text of someone else's; ValueError says where.
+    """Return the value of a JSON text, such as one line of a file; a ValueError says ``where`` the text is from.
 
-    Numbers are not looked at: most fields are not ours.
+    Numbers are not checked, because most fields are not used.
     """
     try:
         return json.loads(line)
@@ -42,7 +44,7 @@ def json_line(line: str, where: str) -> Any:
 
 
 def complaint(error: ValueError | RecursionError) -> str:
-    """What is wrong with a text, short."""
+    """Describe in a few words why a text is no usable JSON."""
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if isinstance(error, json.JSONDecodeError):
@@ -51,12 +53,14 @@ def complaint(error: ValueError | RecursionError) -> str:
 
 
 def _integer(digits: str) -> int:
+    """Return an integer of a JSON text, or raise if it does not fit 64 bits."""
     if len(digits) > 20 or abs(int(digits)) > LARGEST:
         raise ValueError(f"the number {_short(digits)} is too large")
     return int(digits)
 
 
 def _number(digits: str) -> float:
+    """Return a floating-point number of a JSON text, or raise if it is infinite."""
     found = float(digits)
     if not math.isfinite(found):
         raise ValueError(f"the number {_short(digits)} is too large")
@@ -64,8 +68,10 @@ def _number(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
+    """Raise for NaN and infinities in a JSON text."""
     raise ValueError(f"{name} is no number")
 
 
 def _short(digits: str) -> str:
+    """Return the digits of a number for an error message, cut off if there are many."""
     return digits if len(digits) <= 24 else f"{digits[:20]}..."

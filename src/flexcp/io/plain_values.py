@@ -1,4 +1,4 @@
-"""Plain values: what JSON of an unknown hand holds, each refused unless it is of the kind that was asked for."""
+"""Plain values: check the types of values from JSON that is not trusted. ``what`` names a value in errors."""
 
 from __future__ import annotations
 
@@ -8,61 +8,61 @@ MAX_NUMBER = 1 << 62
 
 
 def small_integer(text: str) -> int:
-    """A whole number of a JSON text, short of what 64 bits hold."""
+    """Return an integer of a JSON text, or raise if it is not below ``MAX_NUMBER`` in magnitude."""
     if len(text) > 20 or not -MAX_NUMBER < (value := int(text)) < MAX_NUMBER:
         raise ValueError(f"the number {text[:24]} is too large")
     return value
 
 
 def refuse_constant(text: str) -> float:
-    """NaN and infinities, which JSON of a plan never has."""
+    """Raise for NaN and infinities, which the JSON of a plan never contains."""
     raise ValueError(f"{text} is not a number")
 
 
 def integer(value: Any, what: str) -> int:
-    """A whole number."""
+    """Return ``value``, or raise if it is no integer."""
     if type(value) is not int:
         raise ValueError(f"{what} must be a whole number; got {_short(value)}")
     return value
 
 
 def text(value: Any, what: str) -> str:
-    """A text."""
+    """Return ``value``, or raise if it is no text."""
     if not isinstance(value, str):
         raise ValueError(f"{what} must be a text; got {_short(value)}")
     return value
 
 
 def flag(value: Any, what: str) -> bool:
-    """True or false."""
+    """Return ``value``, or raise if it is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be true or false; got {_short(value)}")
     return value
 
 
 def items(value: Any, what: str) -> list[Any]:
-    """A list."""
+    """Return ``value``, or raise if it is no list."""
     if not isinstance(value, list):
         raise ValueError(f"{what} must be a list; got {_short(value)}")
     return value
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Return ``value``, or raise if it is no JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} must be an object; got {_short(value)}")
     return value
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value as Python writes it, cut off where it is long: for messages about what somebody else wrote."""
+    """Return the ``repr`` of a value from a user or a file for an error message, cut off after ``most`` characters."""
     try:
         words = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, lists inside lists
+    except (ValueError, RecursionError):  # for a number of thousands of digits, or deeply nested lists
         return f"a {type(value).__name__} too large to show"
     return words if len(words) <= most else f"{words[:most]}..."
 
 
 def _short(value: Any) -> str:
-    """Enough of a value to recognise it, however large it is."""
+    """Return the type and the beginning of a value, enough to recognize it in an error message."""
     return f"{type(value).__name__} {str(value)[:40] if isinstance(value, str | int | float) else ''}".strip()

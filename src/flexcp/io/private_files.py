@@ -1,10 +1,10 @@
-"""Private files: a folder whose content is executed, read and written so that no other user can put anything into it.
+"""Private files: read and write files of executable content in a folder that no other user can write.
 
-Whoever can write a folder of compiled code runs code as whoever reads it. So a folder, and a file in it, is believed
-only when it belongs to the user or to root and nobody else may write it. What is checked is what is used: folder and
-file are opened once, without following a link, and looked at through their descriptors; nothing can be exchanged in
-between. Folders above need no look: whoever may write there can put another folder in the place of this one, but none
-that belongs to the user or root and that he could fill.
+A user who can write a folder of compiled code can run code as the user who reads it. So a folder or file is trusted
+only if it belongs to the user or to root and no other user may write it. Folder and file are opened once, without
+following links, and checked through their descriptors, so that they cannot be exchanged between check and use. The
+folders above need no check: another user who can write there could replace this folder, but not by one that belongs to
+the user or root and that the other user can fill.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 
 class NotOwnError(OSError):
-    """A folder or file that another user could have written; the message says whose it is and the way out."""
+    """Raised for a folder or file that another user could have written; the message says why and what to do."""
 
 
 def read_own(folder: Path, name: str) -> bytes:
-    """The content of a file; FileNotFoundError without it, NotOwnError where others could have written it."""
+    """Return the content of a file; raise NotOwnError if another user could have written it."""
     with _opened(folder) as inside:
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
@@ -35,13 +35,14 @@ def read_own(folder: Path, name: str) -> bytes:
             found = os.fstat(file)
             _check(f"{folder} holds a file that", found)
             if not stat.S_ISREG(found.st_mode):
-                raise NotOwnError(f"{folder} holds what is no plain file; remove it")
+                raise NotOwnError(f"{folder} holds something that is no plain file; remove the folder")
             return opened.read()
 
 
 def write_own(folder: Path, name: str, content: bytes) -> None:
-    """All of it or nothing, writable by the user alone; the folder is made where it is missing.
-    NotOwnError where others may write.
+    """Write a file completely or not at all; make the folder if it is missing.
+
+    Only the user can write the file. Raise NotOwnError if other users can write the folder.
     """
     _made(folder)
     with _opened(folder) as inside:
@@ -57,7 +58,7 @@ def write_own(folder: Path, name: str, content: bytes) -> None:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why a folder is not believed; None where it is, or is not there."""
+    """Return why a folder is not trusted; None if it is trusted or does not exist."""
     try:
         with _opened(folder):
             return None
@@ -68,8 +69,9 @@ def refusal(folder: Path) -> str | None:
 
 
 def _made(folder: Path) -> None:
-    """Missing folders, for the user alone; those of root can be read by everybody,
-    because an image is made by root and used by others.
+    """Make a folder and its missing parents, which only the user can read and write.
+
+    Folders of root can be read by all users, because container images are made by root and used by others.
     """
     mode = 0o755 if os.geteuid() == 0 else 0o700
     for each in (*reversed(folder.parents), folder):
@@ -79,7 +81,7 @@ def _made(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that only the user and root can write."""
+    """Open a folder and give its descriptor; raise NotOwnError if others than the user and root can write it."""
     try:
         inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
@@ -94,6 +96,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _check(what: str, found: os.stat_result) -> None:
+    """Raise NotOwnError if a file or folder belongs to another user or can be written by others; ``what`` names it."""
     if found.st_uid not in (0, os.geteuid()):
         raise NotOwnError(
             f"{what} belongs to another user (uid {found.st_uid}); remove it, or use a folder of your own"

@@ -1,10 +1,10 @@
-"""Sizes: bytes and counts as people write them."""
+"""Sizes: format bytes and counts for people."""
 
 from __future__ import annotations
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes: ``512 B``, ``1.5 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -13,5 +13,5 @@ def size(count: float) -> str:
 
 
 def count_of(number: int, what: str) -> str:
-    """``1 layer``, ``4,096 layers``."""
+    """Format a count with its noun: ``1 layer``, ``4,096 layers``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

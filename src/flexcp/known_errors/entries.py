@@ -1,4 +1,4 @@
-"""Entries: errors that were found, by what they are errors of. :data:`ROWS` says which there can be."""
+"""The entries of ``errors.json``: errors by what was compared. :data:`ROWS` lists all possible entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("errors.json")
 
 @dataclass(frozen=True)
 class Row:
-    """What an entry is about, the command that writes it, and the page that has its numbers one by one."""
+    """What an entry is about, the command that writes it, and the results page with the single numbers."""
 
     kind: str
     words: str
@@ -63,8 +63,10 @@ ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class KnownError:
-    """An entry: errors, when and on what they were found, and of pairs
-    that were apart how many there were and came in the right order.
+    """One entry: the errors, with date and machine of the comparison.
+
+    For ratios, ``pairs`` counts the pairs of figures that differ clearly, and ``right`` the pairs whose order was
+    predicted correctly.
     """
 
     key: str
@@ -80,19 +82,19 @@ class KnownError:
 
     @property
     def spread(self) -> str:
-        """Median, 90th percentile and worst, in words."""
+        """Median, 90th percentile and worst error, in words."""
         e = self.errors
         median, p90, worst = (f"{100 * x:.0f} %" for x in (e.median, e.p90, e.worst))
         return f"{median} in the median, {p90} at the 90th percentile and {worst} at worst"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, those that are there."""
+        """Return the entry as JSON values, without fields that are not set."""
         more = {"machine": self.machine or None, "pairs": self.pairs, "right": self.right}
         return {"date": self.date, **vars(self.errors), **{k: v for k, v in more.items() if v is not None}}
 
 
 def known_errors(path: Path = FILE) -> dict[str, KnownError]:
-    """All entries, in the order of :data:`ROWS`."""
+    """Read all entries, in the order of :data:`ROWS`."""
     values: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     found = {}
     for key in ROWS:

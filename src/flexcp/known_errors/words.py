@@ -1,7 +1,7 @@
-"""Words about errors: which entry applies to a predicted time, and what it says.
+"""Words about errors: which entry applies to a predicted time, and how it is phrased.
 
-A cost model that nobody fitted to the machine is judged by published figures of machines it was not fitted to either;
-one that ``flexcp calibrate`` fitted is judged by steps that were measured after fitting.
+An analytic cost model, which was not fitted to any machine, is judged by published figures. A cost model that ``flexcp
+calibrate`` fitted is judged by steps that were measured after fitting.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from flexcp.known_errors.entries import KnownError, known_errors
 
 PAGE = "docs/results/errors.md"
 PLURAL = {"published, stated": "published figures of stated settings", "steps, box": "measured steps of CPU ranks"}
-"""What the entries that stand beside predicted times are called there."""
+"""Names of the entries that are printed beside predicted times."""
 
 
 def applicable(cost: CostModel) -> KnownError | None:
-    """What is known of times that are simulated with this cost model; None where nothing has been run."""
+    """Return the known error of times simulated with this cost model; None if it has not been measured."""
     return known_errors().get("published, stated" if is_analytic(cost) else "steps, box")
 
 
 def is_analytic(cost: CostModel) -> bool:
-    """Whether nobody fitted this cost model to a machine."""
+    """Return whether this is the analytic cost model, which was not fitted to a machine."""
     return cost.name == CostModel().name
 
 
 def off_words(cost: CostModel) -> str:
-    """How far times that are simulated with this cost model may be off, and where that is from."""
+    """Return in words how far times simulated with this cost model may be off, and the page that says so."""
     return f"{_off(cost)} ({PAGE})"
 
 
 def sure_words(cost: CostModel) -> str:
-    """The same, and how far ratios of two simulated times were off and whether the faster one was,
-    where that has been run.
+    """Return the words of :func:`off_words` and, if it has been measured, how well ratios and orders
+    of two simulated times agreed with published ones.
     """
     known = known_errors().get("ratios, stated")
     if known is None or not known.pairs:
@@ -56,12 +56,12 @@ def _off(cost: CostModel) -> str:
 
 
 def in_a_sentence(words: str) -> str:
-    """Words of this module as a sentence of their own."""
+    """Return words of this module as a sentence of their own."""
     return f"{words[:1].upper()}{words[1:]}."
 
 
 def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:
-    """How wrong a table made with this model may be, in words that stand beside it."""
+    """Return in words how wrong a table made with this cost model may be, to be printed beside the table."""
     parts = [
         f"{name} {e.median:.1%} (90th percentile {e.p90:.1%}, {e.count} shapes)" for name, e in (held_out or {}).items()
     ]
@@ -70,7 +70,9 @@ def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -
 
 
 def error_data(cost: CostModel) -> dict[str, Any] | None:
-    """The same for JSON: count, median, 90th percentile and worst of what, and its source."""
+    """Return the known error as JSON values: what was compared, count, median, 90th percentile, worst,
+    date and source.
+    """
     known = applicable(cost)
     if known is None:
         return None

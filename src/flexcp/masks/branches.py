@@ -1,9 +1,10 @@
-"""Branches: the tree of a document, by its mask.
+"""Branches: find the tree that a document is under its mask.
 
-A mask says what a document's tokens follow by what it is, so that a plan read from a file says the same: a tree by its
-segments; a shared question by its name, or by the slices that :func:`flexcp.shared_question` makes of answer lengths,
-in whatever order. It is the tree of a question with an answer for each child. Slices that hide parts of a document from
-each other but share no question are no branches: layers that attend inside chunks have such masks, and their tokens are
+Only the mask decides which token follows which, so a plan that is read from a file gives the same trees. Two kinds of
+mask make a document a tree: a tree mask, by its segments, and a shared question, whose question is the root and whose
+answers are its children. A shared question is recognized by its name, or by the slices that
+:func:`flexcp.shared_question` makes of answer lengths, in any order. A mask that hides parts of a document from each
+other without a shared question makes no tree: layers that attend inside chunks have such masks, and their documents are
 one sequence.
 """
 
@@ -23,7 +24,7 @@ MAY_BRANCH = (NAME, "shared-question", EXPLICIT)
 
 
 def tree_under(mask: Mask, length: int) -> Tree | None:
-    """The tree that a document is under its mask; None for a mask that is no tree's."""
+    """Return the tree that a document of ``length`` tokens is under ``mask``, or None if the mask makes no tree."""
     if mask.name == NAME:
         return tree_of_mask(mask) if length == mask.length else None
     borders = _answers(mask, length)
@@ -36,22 +37,23 @@ def tree_under(mask: Mask, length: int) -> Tree | None:
 
 
 def depths(mask: Mask, length: int) -> Ints | None:
-    """The depth of each token of a document, or None where the document is one sequence
-    and depth is the place in it.
+    """Return the depth of each token of a document, or None if the document is one sequence.
+
+    In a document that is one sequence, the depth of a token is its place in the document.
     """
     found = tree_under(mask, length)
     return None if found is None or found.is_one_sequence else found.depths()
 
 
 def _answers(mask: Mask, length: int) -> Ints | None:
-    """Where the answers begin, and the document's end; None for a mask without a question."""
+    """Return the first token of each answer and the document's end, or None if the mask is no shared question."""
     if mask.name == "shared-question":
         question, each = (int(x[0]) for x in question_and_answer(mask, np.array([length], np.int64)))
         answers = int(mask.params[0]) if each else 1  # type: ignore[arg-type]
         return np.array([*(question + each * i for i in range(answers)), length])
     if mask.name != EXPLICIT or length != mask.length:
         return None
-    if mask.table[:1] == ((0, length, 0, 0, -UNBOUNDED, 0),):  # a question of no tokens, of which no slice is left
+    if mask.table[:1] == ((0, length, 0, 0, -UNBOUNDED, 0),):  # the question has no tokens, so its slice is empty
         ends = [0, *(row[Q1] for row in mask.table[1:])]
         squares = [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(ends)]
         return np.array(ends) if [*mask.table[1:]] == squares and ends[-1] == length else None

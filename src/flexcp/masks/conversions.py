@@ -1,8 +1,8 @@
-"""Conversions: masks from other people's descriptions: slices, key ranges of every query, cumulative lengths,
-mask functions.
+"""Conversions: make masks from slices, key ranges of every query, cumulative lengths, or mask functions.
 
-Key ranges and mask functions are read query by query and joined into few slices: the ends of a range that stand still
-or move by one from query to query are the side of a rectangle or of a band.
+Key ranges and mask functions are read query by query, and ranges of neighbouring queries are joined into few slices: a
+range end that stays the same from query to query is the side of a rectangle, and one that moves by one key per query is
+the side of a band.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MASK_MOD_MAX_SLICES = 4_096
 
 
 def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
-    """An explicit mask of one document from rows ``(q0, q1, k0, k1, lo, hi)``; None is no limit."""
+    """Make an explicit mask for one document from rows ``(q0, q1, k0, k1, lo, hi)``; None for lo or hi is no limit."""
     length = document_length(length)
     table = []
     for row in slices:
@@ -48,9 +48,9 @@ def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
 
 
 def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integer]) -> Mask:
-    """An explicit mask from the half-open key ranges of every query: ``ranges[q] = [(start, end), ...]``.
+    """Make an explicit mask from the half-open key ranges of every query: ``ranges[q] = [(start, end), ...]``.
 
-    Any number of ranges per query; they are united where they overlap.
+    A query may have any number of ranges; overlapping ranges are united.
     """
     length = len(ranges)
     rows = [_united(_integers(r, f"query {q}: key ranges").reshape(-1, 2), length, q) for q, r in enumerate(ranges)]
@@ -60,8 +60,9 @@ def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integ
 def from_cu_seqlens(
     cu_seqlens: Sequence[int] | NDArray[np.integer], mask: Mask | None = None
 ) -> tuple[list[int], Mask]:
-    """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes.
-    Causal by default.
+    """Return the ``(lengths, mask)`` that a :class:`flexcp.Planner` takes, from cumulative lengths that start at 0.
+
+    The mask is causal by default.
     """
     borders = _integers(cu_seqlens, "cu_seqlens")
     if borders.ndim != 1 or len(borders) < 2 or borders[0] != 0:
@@ -72,10 +73,10 @@ def from_cu_seqlens(
 
 
 def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
-    """An explicit mask from a FlexAttention-style ``mask_mod(b, h, q_idx, kv_idx)``, evaluated exactly.
+    """Make an explicit mask from a FlexAttention-style ``mask_mod(b, h, q_idx, kv_idx)``, evaluated for every pair.
 
-    Refused above ``MASK_MOD_MAX_LENGTH`` tokens or ``MASK_MOD_MAX_SLICES`` slices, where slices are the wrong tool.
-    This is the one conversion that imports torch.
+    Masks of more than ``MASK_MOD_MAX_LENGTH`` tokens or ``MASK_MOD_MAX_SLICES`` slices are refused: slices are the
+    wrong tool for them. This is the only conversion that imports torch.
     """
     import torch
 
@@ -107,11 +108,12 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
 
 
 def _bounded(offset: int) -> int:
+    """Limit a band offset to -UNBOUNDED..UNBOUNDED."""
     return max(-UNBOUNDED, min(offset, UNBOUNDED))
 
 
 def _integers(values: Any, what: str) -> Ints:
-    """Values as 64-bit integers; what is no integer, or does not fit, is refused."""
+    """Return the values as 64-bit integers, or raise if one is no integer or does not fit; ``what`` names them."""
     given = np.asarray(values)
     fits = given.dtype.kind in "iu" and (given.dtype != np.uint64 or int(given.max(initial=0)) < 1 << 63)
     if given.size and not fits:
@@ -120,13 +122,14 @@ def _integers(values: Any, what: str) -> Ints:
 
 
 def _required(value: int | None, row: Sequence[int | None]) -> int:
+    """Return a coordinate of a slice, or raise if it is None."""
     if value is None:
         raise ValueError(f"slice {tuple(row)}: only lo and hi may be None")
     return value
 
 
 def _united(ranges: Ints, length: int, query: int) -> Ints:
-    """The ranges of one query, sorted, without empties, merged where they touch or overlap."""
+    """Return the key ranges of one query sorted, without empty ones, and merged if they touch or overlap."""
     if len(ranges) and (ranges.min() < 0 or ranges.max() > length or np.any(ranges[:, 0] > ranges[:, 1])):
         raise ValueError(f"query {query}: key ranges {ranges.tolist()} must be start <= end within 0..{length}")
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
@@ -140,9 +143,14 @@ def _united(ranges: Ints, length: int, query: int) -> Ints:
 
 
 def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
-    """Slices of per-query ranges: consecutive rows join while each end of a range stands still or moves by one."""
+    """Join the key ranges of consecutive queries into slices.
+
+    A range continues a slice if each of its ends stays the same or moves by one key per query throughout the slice.
+    """
     done: list[SliceRow] = []
-    open_: list[list[int]] = []  # q0, q, start at q0, start at q, end at q, start step, end step (-1: free)
+    # A slice under construction: q0, last q, start at q0, start and end at last q, steps of start and of end
+    # (-1: not known yet).
+    open_: list[list[int]] = []
     for q, ranges in enumerate(rows):
         following: list[list[int]] = []
         waiting = [tuple(map(int, r)) for r in ranges]
@@ -160,11 +168,13 @@ def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
 
 
 def _continues(run: list[int], found: tuple[int, ...]) -> bool:
+    """Return whether the key range ``found`` of the next query continues the slice under construction ``run``."""
     steps = (found[0] - run[3], found[1] - run[4])
     return all(s in (0, 1) and known in (-1, s) for s, known in zip(steps, run[5:], strict=True))
 
 
 def _closed(run: list[int]) -> SliceRow:
+    """Return the finished slice of a slice under construction."""
     q0, q, start, last_start, last_end, start_step, end_step = run
     lo = start - q0 if start_step == 1 else None
     hi = last_end - 1 - q if end_step == 1 else None

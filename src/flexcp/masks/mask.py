@@ -1,7 +1,7 @@
 """Mask: a rule that gives every document its slices.
 
-A mask is its name and its numbers, so it is small, hashable and the same on every rank; the slices of a document are
-found when its length is known, by the rule that :mod:`flexcp.masks.named` has for the name.
+A mask consists of a name and numbers, so it is small, hashable and the same on every rank. Its slices are computed for
+the length of a document, by the rule that :mod:`flexcp.masks.named` has for the mask's name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from flexcp.io.plain_values import shown
 from flexcp.masks.slices import LONGEST, UNBOUNDED, Ints, is_empty, trim
 
 EXPLICIT = "slices"
-"""The name of a mask that is a table of slices."""
+"""The name of masks that are given as a table of slices."""
 
 
 @dataclass(frozen=True)
 class Mask:
     """A rule that gives every document its slices.
 
-    ``name`` and ``params`` identify a named mask; a tree has the one ``length`` it fits, too. An explicit mask has the
-    name ``EXPLICIT``, its ``length``, and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks`
-    to make one.
+    ``name`` and ``params`` identify a named mask. ``length`` is set for masks that fit documents of one length only:
+    trees and explicit masks. An explicit mask has the name ``EXPLICIT`` and its slices in ``table``. Masks are compared
+    by value. Make one with the functions of :mod:`flexcp.masks`.
     """
 
     name: str
@@ -34,18 +34,18 @@ class Mask:
     table: tuple[tuple[int, ...], ...] = ()
 
     def slices(self, length: int) -> Ints:
-        """The trimmed, non-empty slices of a document of ``length`` tokens, int64 ``[slices, 6]``."""
+        """Return the trimmed, non-empty slices of a document of ``length`` tokens, int64 ``[slices, 6]``."""
         return self.slices_of(np.array([length], np.int64))[1]
 
     def slices_of(self, lengths: Ints) -> tuple[Ints, Ints]:
-        """(document of each slice, slices) for many documents at once, sorted by document."""
+        """Return (document of each slice, slices) of documents of the given lengths, sorted by document."""
         if self.length is not None and np.any(lengths != self.length):
             wrong = int(lengths[lengths != self.length][0])
             raise ValueError(
                 f"mask {self} is for a document of {self.length} tokens but was given one of {wrong}; "
                 "pass one mask per document (a list as long as lengths)"
             )
-        from flexcp.masks.named import named_mask  # which makes masks, and so imports this module
+        from flexcp.masks.named import named_mask  # imported here because flexcp.masks.named imports this module
 
         columns = self.table if self.name == EXPLICIT else named_mask(self.name).rule(self, lengths)
         if self.length is not None:
@@ -62,7 +62,7 @@ class Mask:
         return docs[order], table[order]
 
     def dense(self, length: int) -> NDArray[np.bool_]:
-        """The mask as a boolean ``[length, length]`` matrix, for tests and small pictures."""
+        """Return the mask as a boolean ``[length, length]`` matrix, for tests and small pictures."""
         q = np.arange(length)[:, None]
         k = np.arange(length)[None, :]
         out = np.zeros((length, length), bool)
@@ -78,13 +78,14 @@ class Mask:
             counts = f"{len(parents)} segments, {len(ends)} sequences, {self.length} tokens"  # type: ignore[arg-type]
             unbounded = int(left) >= UNBOUNDED  # type: ignore[arg-type]
             return f"tree[{counts}]" if unbounded else f"tree[{counts}, left {left}]"
-        if self.name == "window":  # in words: the text form counts keys, flexcp.window the tokens beside a query
+        # In words, because the numbers are ambiguous: the text form counts keys, flexcp.window tokens beside a query.
+        if self.name == "window":
             return f"window of {_window_words(*self.params)}"  # type: ignore[arg-type]
         return self.name + (":" + ",".join(map(str, self.params)) if self.params else "")
 
 
 def _window_words(left: int, right: int) -> str:
-    """``4,096 keys``, or both sides where a window also looks ahead or has no end."""
+    """Describe a window: ``4,096 keys``, or both of its sides if it also looks ahead or has no limit."""
     if right == 0 and left < UNBOUNDED:
         return f"{left + 1:,} key{'s' if left else ''}"
     return " and ".join(
@@ -94,7 +95,7 @@ def _window_words(left: int, right: int) -> str:
 
 
 def token_count(value: int) -> int:
-    """A whole number of tokens, as a plain int."""
+    """Return a number of tokens as a plain int, or raise if it is no integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -102,19 +103,17 @@ def token_count(value: int) -> int:
 
 
 NO_LIMIT = 1 << 62
-"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations;
-no file or table holds a larger one.
-"""
+"""This and larger numbers of tokens mean "no limit", as ``sys.maxsize`` does in model configurations."""
 
 
 def reach(value: int) -> int:
-    """How many tokens a mask reaches: the number itself, or ``UNBOUNDED`` for one that means no limit."""
+    """Return how many tokens a mask reaches: ``value``, or ``UNBOUNDED`` if it is ``NO_LIMIT`` or more."""
     tokens = token_count(value)
     return tokens if tokens < NO_LIMIT else UNBOUNDED
 
 
 def document_length(value: int) -> int:
-    """The length of a document, as a plain int."""
+    """Return the length of a document as a plain int, or raise if no document can have it."""
     tokens = token_count(value)
     if tokens < 1:
         raise ValueError(f"a document has at least 1 token; got length {tokens}")

@@ -1,9 +1,9 @@
-"""Named masks: of each, the function that makes it, the rule that finds its slices, and a row of :data:`NAMED`.
+"""Named masks: for each, the public function that makes it, the rule that finds its slices, and a row of :data:`NAMED`.
 
-``NAMED`` is the one table of them: whatever has to know all masks (text forms, plan files, the command line, lines of
-code in a report) reads it, and a name that is not in it is an error. A new mask is a function here that checks its
-numbers and makes a :class:`Mask`, a rule, a row of the table, the function's name in ``flexcp/__init__.py`` and
-``flexcp/masks/__init__.py``, and a row of docs/concepts.md.
+``NAMED`` is the only list of named masks. All code that handles every mask reads it: text forms, plan files, the
+command line, and the lines of code in a report. A name that is not in the table is an error. To add a mask, add here a
+function that checks its numbers and makes a :class:`Mask`, a rule, and a row of the table; then add the function's name
+to ``flexcp/__init__.py`` and ``flexcp/masks/__init__.py``, and a row to docs/concepts.md.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from flexcp.masks.tree import most_slices, tree, tree_slices
 Columns = tuple[Any, Any, Any, Any, Any, Any]
 
 MAX_ANSWERS = 1 << 14
-"""Answers that a count may ask for: each is a slice of every document."""
+"""The most answers that ``shared_question`` accepts as a count: each is a slice of every document."""
 
 MAX_CHUNKS = 1 << 14
-"""Chunks of a document, each a slice."""
+"""The most chunks that a document may have under ``chunked``: each is a slice."""
 
-# A rule gives one tuple of columns per slice, each an array over documents or a number. Numbers of a mask may exceed
-# every document by far: they are bounded before anything is computed from them in 64 bits.
+# A rule takes a mask and the document lengths ``n``, and returns a tuple of six columns for each slice of a document; a
+# column is an array over the documents or a number. The numbers of a mask may be far larger than any document, so they
+# are bounded before 64-bit integers are computed from them.
 
 
 def _bounded(tokens: Any) -> int:
+    """Return a number of tokens, at most ``UNBOUNDED``."""
     return min(int(tokens), UNBOUNDED)
 
 
@@ -42,6 +44,7 @@ def full() -> Mask:
 
 
 def _full_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return one slice without limits."""
     return [(0, n, 0, n, -UNBOUNDED, UNBOUNDED)]
 
 
@@ -51,6 +54,7 @@ def causal() -> Mask:
 
 
 def _causal_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return one slice with the band k <= q."""
     return [(0, n, 0, n, -UNBOUNDED, 0)]
 
 
@@ -66,19 +70,20 @@ def window(left: int | None, right: int | None = 0) -> Mask:
 
 
 def _window_of_keys(keys: int) -> Mask:
-    """The window of a text form: so many keys up to its own."""
+    """Make the mask of the text form ``window:keys``: a query sees ``keys`` keys, of which its own is the last."""
     if keys < 1:
         raise ValueError(f"mask 'window:{keys}': a window holds at least 1 key (itself)")
     return window(keys - 1, 0)
 
 
 def _window_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return one slice with the band of the window."""
     left, right = map(_bounded, mask.params)
     return [(0, n, 0, n, -left, right)]
 
 
 def lambda_(sink: int = 64, window: int = 4096) -> Mask:
-    """Attention sink and window: query i sees the first ``sink`` keys and the last ``window`` up to itself."""
+    """Attention sink and window: query i sees the first ``sink`` keys and the last ``window`` keys up to its own."""
     sink, window = reach(sink), reach(window)
     if sink < 0 or window < 1:
         raise ValueError(f"lambda needs sink >= 0 and window >= 1; got sink {sink}, window {window}")
@@ -86,16 +91,17 @@ def lambda_(sink: int = 64, window: int = 4096) -> Mask:
 
 
 def _lambda_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return two slices: the window, and the sink's keys before the window."""
     sink, width = map(_bounded, mask.params)
     return [(0, n, 0, n, -(width - 1), 0), (0, n, 0, np.minimum(sink, n), -UNBOUNDED, -width)]
 
 
 def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.2) -> Mask:
-    """One question followed by answers that see the question and themselves, all causal.
+    """A question followed by answers; each answer sees the question and itself, all causal.
 
-    With an integer count of answers, ``question`` is the question's share of the document and the rest is cut evenly
-    (the last answer takes the remainder). With a sequence of answer lengths, ``question`` is the question's length in
-    tokens.
+    If ``answers`` is a count, ``question`` is the question's share of the document, and the rest of the document is cut
+    into equal answers (the last one takes the remainder). If ``answers`` is a sequence of answer lengths, ``question``
+    is the question's length in tokens.
     """
     if not isinstance(question, Real) or not isinstance(answers, int | np.integer | Iterable):
         raise ValueError(
@@ -128,8 +134,9 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
 
 
 def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
-    """Tokens of the question and of each answer but the last, which takes the remainder,
-    in documents under a shared question.
+    """Return the tokens of the question and of one answer for each document length in ``n``, under a shared question.
+
+    The last answer of a document may be longer: it takes the remainder.
     """
     answers, share = int(mask.params[0]), float(mask.params[1])  # type: ignore[arg-type]
     q = np.array([int(share * int(x)) for x in n], np.int64)
@@ -137,9 +144,10 @@ def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
 
 
 def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return a slice for the keys of the question, and one for each answer."""
     answers, (q, each) = int(mask.params[0]), question_and_answer(mask, n)  # type: ignore[arg-type]
     columns: list[Columns] = [(0, n, 0, q, -UNBOUNDED, 0)]
-    # With more answers than tokens all but the last are empty.
+    # If no document has a token for each answer, all answers but the last are empty.
     for i in range(0 if each.any() else answers - 1, answers):
         a = q + i * each
         b = n if i == answers - 1 else a + each
@@ -148,8 +156,9 @@ def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
-    """Causal; the first and last block of ``block`` tokens as usual,
-    the others see block 0 and ``local`` blocks back.
+    """Causal in blocks of ``block`` tokens: a query sees block 0 and the keys at most ``local * block`` tokens back.
+
+    Queries of the first and of the last block see all keys up to their own.
     """
     block, local = reach(block), reach(local)
     if block < 1 or local < 0:
@@ -158,6 +167,7 @@ def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
 
 
 def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return three slices: the keys of block 0, and the other keys for the middle blocks and for the last block."""
     block, local = map(_bounded, mask.params)
     last = (n - 1) // block * block
     return [
@@ -168,7 +178,7 @@ def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def chunked(tokens: int) -> Mask:
-    """A document is cut every ``tokens`` tokens, and query i sees the keys of its chunk up to itself."""
+    """Cut a document every ``tokens`` tokens; query i sees the keys of its chunk up to its own."""
     tokens = reach(tokens)
     if tokens < 1:
         raise ValueError(f"a chunk has at least 1 token; got {tokens}")
@@ -176,23 +186,24 @@ def chunked(tokens: int) -> Mask:
 
 
 def _chunks(mask: Mask, longest: int) -> int:
-    """Chunks of a document of so many tokens."""
+    """Return the number of chunks of a document of ``longest`` tokens."""
     return max(1, -(-int(longest) // int(mask.params[0])))  # type: ignore[arg-type]
 
 
 def _chunked_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return a slice for each chunk of the longest document; shorter documents have empty ones at the end."""
     size, count = _bounded(mask.params[0]), _chunks(mask, int(n.max(initial=1)))
     if count > MAX_CHUNKS:
         raise ValueError(
-            f"chunks of {size} tokens cut a document of {int(n.max())} into {count}, and each is a slice; at most "
-            f"{MAX_CHUNKS} are made"
+            f"chunks of {size} tokens cut a document of {int(n.max())} tokens into {count} slices, more than "
+            f"{MAX_CHUNKS}; use larger chunks"
         )
     ends = [np.minimum(size * i, n) for i in range(count + 1)]
     return [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(ends)]
 
 
 def prefix(tokens: int) -> Mask:
-    """The first ``tokens`` keys are seen by all; the rest is causal."""
+    """All queries see the first ``tokens`` keys; the rest is causal."""
     tokens = reach(tokens)
     if tokens < 0:
         raise ValueError(f"prefix needs a length of 0 or more; got {tokens}")
@@ -200,6 +211,7 @@ def prefix(tokens: int) -> Mask:
 
 
 def _prefix_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return two slices: the keys of the prefix, and the causal rest."""
     p = np.minimum(_bounded(mask.params[0]), n)
     return [(0, n, 0, p, -UNBOUNDED, UNBOUNDED), (p, n, p, n, -UNBOUNDED, 0)]
 
@@ -207,7 +219,7 @@ def _prefix_columns(mask: Mask, n: Ints) -> list[Columns]:
 def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
     """Causal text with image spans ``[(start, end), ...]``.
 
-    A token of an image sees everything up to the end of its image, or with ``self_only`` just its image.
+    A token of an image sees all keys up to the end of its image, or with ``self_only`` only the keys of its image.
     """
     flat: list[int] = []
     try:
@@ -217,12 +229,13 @@ def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
     for start, end in ((token_count(a), token_count(b)) for a, b in pairs):
         if start < (flat[-1] if flat else 0) or end < start:
             raise ValueError(f"spans must be ascending, disjoint (start, end) pairs; got ({start}, {end}) after {flat}")
-        document_length(max(end, 1))  # no document holds a span that ends beyond the longest
+        document_length(max(end, 1))  # raises if the span ends beyond the longest supported document
         flat += [start, end]
     return Mask("modality", (tuple(flat), bool(self_only)))
 
 
 def _modality_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return a causal slice for each stretch of text, and a slice for each span."""
     flat, self_only = mask.params
     assert isinstance(flat, tuple)
     if flat and np.any(n < flat[-1]):
@@ -239,6 +252,7 @@ def _modality_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def _pairs(params: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of :func:`modality` for the params of a mask, which hold the spans as one flat tuple."""
     flat, self_only = params
     return list(zip(flat[::2], flat[1::2], strict=True)), self_only
 
@@ -248,33 +262,36 @@ def _pairs(params: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """How a command line writes a mask: its name, a colon, and numbers,
-    of which the first ``required`` must be given.
+    """How a mask is written on a command line: its name, a colon, and numbers.
+
+    ``numbers`` are the types of the numbers; the first ``required`` of them must be given.
     """
 
     signature: str
-    """With letters for the numbers, as help shows it."""
+    """The form with letters for the numbers, as help texts show it."""
     example: str
     numbers: tuple[type, ...] = ()
     required: int = 0
     make: Callable[..., Mask] | None = None
-    """What makes it of these numbers, where that is not the mask's own function."""
+    """The function that makes the mask from the numbers, if it is not the mask's public function."""
 
 
 @dataclass(frozen=True)
 class NamedMask:
-    """What is known of all masks of one name."""
+    """Everything that the code has to know about the masks of one name."""
 
     make: Callable[..., Mask]
-    """The public function."""
+    """The public function that makes the mask."""
     rule: Callable[[Mask, Ints], list[Columns] | Ints]
-    """The slices of documents of these lengths; the table of them, ``[slices, 6]``, for masks that fit one length."""
+    """Gives the slices of documents of the given lengths, as columns; for a mask that fits one length only, it gives
+    the table ``[slices, 6]`` instead.
+    """
     most_slices: Callable[[Mask, int], int]
-    """Slices of a document of at most so many tokens: the memory that a plan file may take for them."""
+    """Gives the most slices that a document of at most the given tokens has; plan files limit memory with it."""
     text: TextForm | None = None
-    """None: a command line cannot say it."""
+    """None for masks that cannot be given on a command line."""
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
-    """What to call ``make`` with for a mask of these ``params``, which are what a plan file holds."""
+    """Gives the arguments of ``make`` for the ``params`` of a mask, which a plan file holds."""
 
 
 NAMED: dict[str, NamedMask] = {
@@ -315,7 +332,7 @@ NAMED: dict[str, NamedMask] = {
 
 
 def named_mask(name: str) -> NamedMask:
-    """The table's row of a name."""
+    """Return the row of :data:`NAMED` with a name, or raise if there is none."""
     if name not in NAMED:
         raise ValueError(f"no mask is called {name!r}; the named ones are {', '.join(NAMED)}")
     return NAMED[name]

@@ -1,8 +1,9 @@
-"""Nested slices: whose rows lie in each other or apart, as those of a tree do.
+"""Nested slices: find quickly which slices of a document have rows in a given range.
 
-A document may have thousands of slices, and a range of its rows meets few of them: those that begin inside the range,
-which are neighbours where slices stand in the order of their first rows, and those around its first row, which are
-found by going from each to the one around it. So what rows meet takes time in proportion to what they meet.
+The slices of a document are *nested* if the rows of any two either lie inside each other or are disjoint, as in a tree.
+A document may have thousands of slices, of which a range of rows meets few. With slices sorted by their first row,
+those that begin inside the range are neighbours, and those that begin before it are found by going from a slice to the
+slice around it. So the search takes time in proportion to the number of slices found.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from flexcp.arrays.intervals import spread
 from flexcp.masks.slices import Q0, Q1, Ints
 
 FEW = 8
-"""Documents of fewer slices than this are not worth the search."""
+"""Documents with fewer slices than this are not searched: all of their slices are tested."""
 NONE = -1
 NOT_NESTED = -2
 
 
 class Nesting(NamedTuple):
-    """Of each slice: the one around it, counted from its document's first (``NONE``, or ``NOT_NESTED`` for all slices
-    of a document that has few or whose rows are not nested), and how many are around it.
+    """How the slices of each document are nested.
+
+    ``around[i]`` is the innermost slice around slice i, as a number inside its document; it is ``NONE`` if there is
+    none, and ``NOT_NESTED`` for all slices of a document with few slices or with slices that are not nested.
+    ``level[i]`` is the number of slices around slice i.
     """
 
     around: Ints
@@ -30,7 +34,7 @@ class Nesting(NamedTuple):
 
 
 def nesting(first: Ints, slices: Ints) -> Nesting:
-    """How the slices of documents are nested; those of document d are ``slices[first[d] : first[d + 1]]``."""
+    """Return how the slices of documents are nested; document d has ``slices[first[d] : first[d + 1]]``."""
     around, level = np.full(len(slices), NOT_NESTED), np.zeros(len(slices), np.int64)
     for document in np.flatnonzero(np.diff(first) >= FEW).tolist():
         mine = slice(int(first[document]), int(first[document + 1]))
@@ -41,7 +45,10 @@ def nesting(first: Ints, slices: Ints) -> Nesting:
 
 
 def _around(begins: list[int], ends: list[int]) -> tuple[list[int], list[int]] | None:
-    """The slice around each, and how many are; None if the rows are not nested, or empty, or not in order."""
+    """Return the innermost slice around each slice of a document and the number of slices around it.
+
+    Return None if the slices are not nested, or not sorted by their first row, or if one has no rows.
+    """
     around: list[int] = []
     level: list[int] = []
     before = NONE
@@ -59,10 +66,10 @@ def _around(begins: list[int], ends: list[int]) -> tuple[list[int], list[int]] |
 
 
 def meeting(begins: Ints, ends: Ints, around: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
-    """(range, slice) of every slice of a nested document that has rows in a range of rows, ordered by range,
-    then slice.
+    """Return (range, slice) for every slice of a nested document that has rows in range ``q0 <= q < q1``.
 
-    ``begins`` and ``ends`` are the rows of the slices, ``around`` the slice around each.
+    ``begins`` and ``ends`` are the row ranges of the slices, ``around`` is the slice around each. The result is sorted
+    by range, then by slice.
     """
     inside = np.searchsorted(begins, q0, side="right")
     index, within = spread(np.where(q0 < q1, np.maximum(np.searchsorted(begins, q1) - inside, 0), 0))

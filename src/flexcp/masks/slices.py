@@ -2,9 +2,9 @@
 
     q0 <= q < q1,    k0 <= k < k1,    lo <= k - q <= hi
 
-is one row of an int64 array with the columns ``q0 q1 k0 k1 lo hi``. Slices are closed under everything the house does
-with them: cutting one by a range of queries or keys gives a slice, moving to other coordinates shifts the band, and
-areas have a closed form. So the user's mask, a rank's region and a kernel's work list are the same thing.
+is one row of an int64 array with the columns ``q0 q1 k0 k1 lo hi``. All operations that flexcp needs keep this form:
+cutting a slice by a range of queries or keys gives a slice, a change of coordinates shifts the band, and areas have a
+closed form. So the user's mask, a rank's region and a kernel's work list have the same representation.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ Ints = NDArray[np.int64]
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 UNBOUNDED = 1 << 40
-"""Band limits at or beyond this are "no limit"; it exceeds any document, and its square fits nothing we multiply."""
+"""Band limits of at least this size mean "no limit": it exceeds the length of any document."""
 LONGEST = UNBOUNDED >> 10
-"""Documents have fewer tokens than this: their areas are then counted exactly."""
+"""Documents have fewer tokens than this, so that 64-bit integers count their areas exactly."""
 
 
 PAIRS_AT_ONCE = 1 << 16
-"""Pairs of slices that are compared in one go."""
+"""Pairs of slices that are compared in one NumPy call, to limit memory."""
 
 
 def _ramp(x: Ints, width: Ints) -> Ints:
-    """Sum of clamp(j, 0, width) over all j < x."""
+    """Return the sum of clamp(j, 0, width) over all j < x."""
     x = np.maximum(x, 0)
     inside = np.minimum(x, width + 1)
     return np.asarray(inside * (inside - 1) // 2 + (x - inside) * width)
 
 
 def rows_area(slices: Ints, first: Ints | int, last: Ints | int) -> Ints:
-    """Pairs of each slice in the rows ``first <= q < last`` (clipped to the slice)."""
+    """Count the (query, key) pairs of each slice in the rows ``first <= q < last``."""
     q0, q1, k0, k1, lo, hi = (slices[..., column] for column in range(6))
     a = np.clip(first, q0, q1)
     b = np.clip(last, a, q1)
@@ -45,12 +45,12 @@ def rows_area(slices: Ints, first: Ints | int, last: Ints | int) -> Ints:
 
 
 def area(slices: Ints) -> Ints:
-    """Number of (query, key) pairs of each slice."""
+    """Count the (query, key) pairs of each slice."""
     return rows_area(slices, slices[..., Q0], slices[..., Q1])
 
 
 def cut(slices: Ints, q0: Ints | int, q1: Ints | int, k0: Ints | int, k1: Ints | int) -> Ints:
-    """Each slice restricted to the given query and key ranges, tightened as by :func:`trim`."""
+    """Return each slice restricted to the given query and key ranges, and trimmed as by :func:`trim`."""
     out = slices.copy()
     out[..., Q0] = np.maximum(slices[..., Q0], q0)
     out[..., Q1] = np.minimum(slices[..., Q1], q1)
@@ -60,7 +60,7 @@ def cut(slices: Ints, q0: Ints | int, q1: Ints | int, k0: Ints | int, k1: Ints |
 
 
 def trim(slices: Ints) -> Ints:
-    """The same pairs in the smallest rectangle and the narrowest band; an empty slice becomes all zeros."""
+    """Return slices of the same pairs with the smallest rectangle and narrowest band; empty slices become zeros."""
     q0, q1, k0, k1, lo, hi = (slices[..., column] for column in range(6))
     rows0 = np.maximum(q0, k0 - hi)
     rows1 = np.minimum(q1, k1 - lo)
@@ -75,12 +75,12 @@ def trim(slices: Ints) -> Ints:
 
 
 def is_empty(slices: Ints) -> NDArray[np.bool_]:
-    """Which trimmed slices hold no pair."""
+    """Return which of the slices, which must be trimmed, hold no pair."""
     return np.asarray(slices[..., Q0] >= slices[..., Q1])
 
 
 def shift(slices: Ints, queries: Ints | int, keys: Ints | int) -> Ints:
-    """The slices in coordinates moved by ``queries`` and ``keys``; the band moves with them."""
+    """Move slices by ``queries`` rows and ``keys`` keys; their bands move with them."""
     out = slices.copy()
     out[..., Q0] += queries
     out[..., Q1] += queries
@@ -94,10 +94,13 @@ def shift(slices: Ints, queries: Ints | int, keys: Ints | int) -> Ints:
 
 
 def overlapping_pair(slices: Ints) -> tuple[int, int] | None:
-    """Two slices that share a pair, or None. Slices are compared only with those whose rows begin inside their own."""
+    """Return the indices of two slices that share a (query, key) pair, or None if all are disjoint.
+
+    Each slice is compared only with the slices whose first row lies in its rows.
+    """
     order = np.argsort(slices[:, Q0], kind="stable")
     rows = slices[order]
-    # Slice i is compared with i + 1, i + 2, ..., of which there are as many as this.
+    # Slice i is compared with the slices i + 1 to i + others[i].
     others = np.maximum(np.searchsorted(rows[:, Q0], rows[:, Q1], side="left") - np.arange(1, len(rows) + 1), 0)
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(others)])
     for start in range(0, int(before[-1]), PAIRS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Masks as a command line and a file say them."""
+"""Text: read masks from the text forms of a command line (``window:4096``) and from JSON files of slices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flexcp.masks.named import NAMED
 
 _FORMS = {name: kind.text for name, kind in NAMED.items() if kind.text}
 MASK_FORMS = ", ".join([*(form.example for form in _FORMS.values()), "@mask.json"])
-"""An example of every form."""
+"""An example of every text form, for error messages."""
 MASK_SIGNATURES = ", ".join([*(form.signature for form in _FORMS.values()), "@mask.json"])
-"""The forms with letters for numbers."""
+"""Every text form with letters for the numbers, for help texts."""
 
 
 def parse_mask(text: str) -> Mask | list[Mask]:
-    """A mask from its text form (see ``MASK_FORMS``); ``@file.json`` gives one mask per document."""
+    """Make a mask from its text form (see ``MASK_FORMS``); ``@file.json`` gives a list with one mask per document."""
     if text.startswith("@"):
         return _from_json(Path(text[1:]))
     name, _, tail = text.partition(":")
@@ -40,6 +40,7 @@ def parse_mask(text: str) -> Mask | list[Mask]:
 
 
 def _from_json(path: Path) -> list[Mask]:
+    """Read a JSON file with the slices of each document; return one mask per document."""
     form = '{"documents": [{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}, ...]}'
     content = read_json(path, "mask file", f"it must hold {form}")
     try:

@@ -1,13 +1,14 @@
 """Trees: documents whose sequences share their beginnings, such as one prompt and its rollouts.
 
-A tree is a list of *segments* in depth-first order. A token sees its own segment up to itself and all of every
-ancestor, so the keys of a segment are seen by the rows from its first token to the end of its subtree, which
-depth-first order makes one range: one slice a segment, and one for a chain of only children. A *sequence* is the path
-from a root to the segment it ends in; the segments without children end one each, unless ``ends`` says otherwise.
+A tree is a list of *segments* in depth-first order. A token sees its own segment up to itself, and all tokens of every
+ancestor segment. So the keys of a segment are seen by the rows from its first token to the end of its subtree. In
+depth-first order these rows are one range, and the mask needs one slice per segment; a chain of only children needs one
+slice in all. A *sequence* is the path from a root to the segment it ends in. By default one sequence ends in each
+segment without children; ``ends`` can name other segments.
 
-The *depth* of a token is how many tokens lie before it on its path: the position that position embeddings want. A
-window measures distance on the path. There the band of a slice depends on where rows and keys lie in the tree, so a
-window takes a slice for every segment and every ancestor in its reach.
+The *depth* of a token is the number of tokens before it on its path; position embeddings use it as the position. A
+window measures distance on the path. Under a window the band of a slice depends on where rows and keys lie in the tree,
+so the mask needs a slice for each segment and each ancestor that the window reaches.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from flexcp.masks.slices import UNBOUNDED, Ints
 NAME = "tree"
 ROOT = -1
 MAX_WINDOW_SLICES = 1 << 17
-"""Slices that a window over a tree may need."""
+"""The most slices that a window over a tree may need."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments in depth-first order (``parents``, ``lengths``), and the segment in which each sequence ends."""
+    """Segments in depth-first order and the sequences that end in them.
+
+    ``parents[i]`` is the parent of segment i (-1 for a root), ``lengths[i]`` the number of its tokens, and ``ends[s]``
+    the segment in which sequence s ends.
+    """
 
     parents: Ints
     lengths: Ints
@@ -43,7 +48,7 @@ class Tree:
 
     @cached_property
     def after(self) -> Ints:
-        """The first segment behind the subtree of each."""
+        """For each segment, the first segment after its subtree."""
         parents, size = self.parents.tolist(), [1] * len(self.parents)
         for segment in range(len(size) - 1, -1, -1):
             if parents[segment] != ROOT:
@@ -52,7 +57,7 @@ class Tree:
 
     @cached_property
     def above(self) -> Ints:
-        """Tokens above each segment on its path: the depth of its first token."""
+        """For each segment, the tokens of all its ancestors: the depth of its first token."""
         parents, lengths = self.parents.tolist(), self.lengths.tolist()
         found: list[int] = []
         for parent in parents:
@@ -65,20 +70,20 @@ class Tree:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether every token follows the one before it."""
+        """Whether the tree does not branch: on its path, every token comes right after the token before it."""
         return bool(np.all((self.above == self.starts) | (self.lengths == 0)))
 
     @cached_property
     def sequence_lengths(self) -> Ints:
-        """Tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return self.above[self.ends] + self.lengths[self.ends]
 
     def depths(self) -> Ints:
-        """The depth of each token."""
+        """Return the depth of each token: the number of tokens before it on its path."""
         return np.arange(self.tokens) + np.repeat(self.above - self.starts, self.lengths)
 
     def predecessors(self) -> Ints:
-        """The token before each token on its path; -1 where a sequence begins."""
+        """Return, for each token, the token before it on its path; -1 if there is none."""
         parents, lengths, starts = self.parents.tolist(), self.lengths.tolist(), self.starts.tolist()
         last: list[int] = []  # the last token of the path that ends in each segment
         found = np.arange(-1, self.tokens - 1)
@@ -90,7 +95,7 @@ class Tree:
         return found
 
     def path(self, segment: int) -> Ints:
-        """The tokens from the root to the end of a segment."""
+        """Return the tokens on the path from the root to the end of a segment."""
         parts = []
         while segment != ROOT:
             start = int(self.starts[segment])
@@ -100,16 +105,16 @@ class Tree:
 
     @cached_property
     def by_end(self) -> Ints:
-        """Sequences in the order of their ends, in which those through a segment are neighbours."""
+        """The sequences sorted by the segment they end in; the sequences through any segment are then neighbours."""
         return np.argsort(self.ends, kind="stable")
 
     def sequences_through(self) -> tuple[Ints, Ints]:
-        """Of each segment, where the sequences that it is part of begin and stop in :attr:`by_end`."""
+        """Return, for each segment, the range (begin, stop) of :attr:`by_end` with the sequences it is part of."""
         ends = self.ends[self.by_end]
         return np.searchsorted(ends, np.arange(len(self.parents))), np.searchsorted(ends, self.after)
 
     def same_as(self, other: Tree) -> bool:
-        """Whether tokens have the same paths in both, and sequences are the same tokens."""
+        """Return whether each token has the same path in both trees, and each sequence the same tokens."""
         return (
             np.array_equal(self.predecessors(), other.predecessors())
             and np.array_equal(self.sequence_lengths, other.sequence_lengths)
@@ -117,7 +122,7 @@ class Tree:
         )
 
     def _last_tokens(self) -> list[int]:
-        """The last token of each sequence, -1 for one without tokens."""
+        """Return the last token of each sequence, -1 for a sequence without tokens."""
         found: list[int] = []
         for segment in self.ends.tolist():
             at = segment
@@ -127,12 +132,13 @@ class Tree:
         return found
 
     def without_seams(self) -> Tree:
-        """The same paths in the fewest segments: empty ones left out, only children joined to their parents.
-        Its ends are all leaves.
+        """Return a tree of the same paths in the fewest segments, with one sequence for each leaf.
+
+        Empty segments are left out, and only children are joined to their parents.
         """
-        kept: list[int] = []  # the tokens of segments that have any, in the order of the stream
+        kept: list[int] = []  # the lengths of the segments that are not empty
         parents: list[int] = []
-        place: list[int] = []  # of each segment: where its path's last tokens are in ``kept``
+        place: list[int] = []  # for each segment, the entry of ``kept`` that holds the last tokens of its path
         for parent, tokens in zip(self.parents.tolist(), self.lengths.tolist(), strict=True):
             above = ROOT if parent == ROOT else place[parent]
             if tokens:
@@ -158,20 +164,20 @@ class Tree:
 
 
 def leaves(parents: Ints) -> Ints:
-    """The segments without children."""
+    """Return the segments without children."""
     return np.setdiff1d(np.arange(len(parents)), parents, assume_unique=False)
 
 
 def tree(
     parents: Sequence[int], lengths: Sequence[int], ends: Sequence[int] | None = None, left: int | None = None
 ) -> Mask:
-    """A document of segments: a token sees its own segment up to itself, and all of every ancestor.
+    """A tree of segments: a token sees its own segment up to itself, and all tokens of every ancestor segment.
 
-    ``parents[i]`` is the parent of segment i, -1 for a root, and ``lengths[i]`` its tokens, 0 included. Segments stand
-    in depth-first order, which :func:`flexcp.tree_order` finds for any other. Sequences are the paths from a root to
-    each segment without children, in order; ``ends`` names the segment each sequence ends in where they are others: one
-    may be the beginning of another, and several may end in one segment. With ``left`` a token sees no more than that
-    many tokens before it on its path, as in ``window(left)``.
+    ``parents[i]`` is the parent of segment i (-1 for a root) and ``lengths[i]`` the number of its tokens (0 or more).
+    Segments must be in depth-first order, which :func:`flexcp.tree_order` finds. By default the sequences are the paths
+    from a root to each segment without children, in order. ``ends`` gives other sequences by the segment each ends in:
+    a sequence may be the beginning of another, and several may end in one segment. With ``left``, a token sees at most
+    that many tokens before it on its path, as in ``window(left)``.
     """
     above, tokens = _integers(parents, "parents"), _integers(lengths, "lengths")
     if len(above) != len(tokens):
@@ -194,12 +200,12 @@ def tree(
             raise ValueError("ends is empty; name the segment in which each sequence ends, or leave ends out")
     back = UNBOUNDED if left is None else min(reach(left), UNBOUNDED)
     if back < 0:
-        raise ValueError(f"left is how many tokens before its own a token sees, 0 or more; got {left}")
+        raise ValueError(f"left is how many tokens before it a token sees, 0 or more; got {left}")
     return Mask(NAME, (tuple(above), tuple(tokens), tuple(last), back), total)
 
 
 def tree_order(parents: Sequence[int]) -> list[int]:
-    """Segments in depth-first order, as :func:`flexcp.tree` takes them; children of one parent stay in their order.
+    """Return the segments in depth-first order, as :func:`flexcp.tree` takes them; siblings stay in their order.
 
     ``order[j]`` is the segment that comes j-th. With ``place = {segment: j for j, segment in enumerate(order)}`` the
     tree is ``tree([place.get(parents[i], -1) for i in order], [lengths[i] for i in order])``.
@@ -225,32 +231,32 @@ def tree_order(parents: Sequence[int]) -> list[int]:
 
 
 def tree_of_mask(mask: Mask) -> Tree:
-    """The tree of a mask that :func:`tree` made."""
+    """Return the tree of a mask that :func:`tree` made."""
     parents, lengths, ends = (np.array(column, np.int64) for column in mask.params[:3])
     return Tree(parents, lengths, ends)
 
 
 def window_of_tree(mask: Mask) -> int | None:
-    """How many tokens before its own a token sees under a mask that :func:`tree` made; None for no limit."""
+    """Return how many tokens before it a token sees under a mask that :func:`tree` made; None for no limit."""
     left = int(mask.params[3])  # type: ignore[arg-type]
     return None if left >= UNBOUNDED else left
 
 
 def window_of(mask: Mask) -> int | None:
-    """How many tokens before its own a token sees under a window on what comes before; None for any other mask."""
+    """Return how many tokens before it a token sees under a window that does not look ahead; None for other masks."""
     if mask.name != "window" or mask.params[1] != 0 or int(mask.params[0]) >= UNBOUNDED:  # type: ignore[arg-type]
         return None
     return int(mask.params[0])  # type: ignore[arg-type]
 
 
 def windowed(mask: Mask, left: int) -> Mask:
-    """The tree of a mask that :func:`tree` made, in a window."""
+    """Return a mask of the same tree as ``mask``, in which a token sees at most ``left`` tokens before it."""
     parents, lengths, ends, _ = mask.params
     return tree(parents, lengths, ends, left)  # type: ignore[arg-type]
 
 
 def tree_slices(mask: Mask) -> Ints:
-    """The slices of a tree, ``[slices, 6]``."""
+    """Return the slices of a tree mask, ``[slices, 6]``."""
     found, left = tree_of_mask(mask).without_seams(), window_of_tree(mask)
     if left is not None and left < int(found.sequence_lengths.max()) - 1:
         return _window_slices(found, left)
@@ -261,18 +267,19 @@ def tree_slices(mask: Mask) -> Ints:
 
 
 def _window_slices(found: Tree, left: int) -> Ints:
-    """A slice for each segment and each ancestor in reach, itself included."""
+    """Return the slices of a tree in a window: one for each segment and each ancestor in reach, itself included."""
     pairs = np.array(list(_in_reach(found, left)), np.int64).reshape(-1, 2)
     row, key = pairs[:, 0], pairs[:, 1]
     starts, lengths, above = found.starts, found.lengths, found.above
-    # On the path a row is as far from a key as in the stream, less what lies between their segments there and not here.
+    # The distance of a row and a key on the path is their distance in the stream, less the tokens between them in the
+    # stream that are not on the path (aside).
     aside = (starts[row] - above[row]) - (starts[key] - above[key])
     ends, hi = starts + lengths, np.zeros_like(aside)
     return np.stack([starts[row], ends[row], starts[key], ends[key], -left - aside, hi], axis=1)
 
 
 def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
-    """(segment, ancestor) where the segment's first token still sees a key of the ancestor."""
+    """Yield (segment, ancestor) for each ancestor that the segment's first token still sees, itself included."""
     parents, lengths, above = (x.tolist() for x in (found.parents, found.lengths, found.above))
     count = 0
     for segment, depth in enumerate(above):
@@ -290,13 +297,16 @@ def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
 
 
 def most_slices(mask: Mask) -> int:
-    """Slices of a tree, at most."""
+    """Return an upper bound of the number of slices of a tree mask."""
     found, left = tree_of_mask(mask).without_seams(), window_of_tree(mask)
     return len(found.parents) if left is None else sum(1 for _ in _in_reach(found, left))
 
 
 def _check_depth_first(parents: list[int]) -> None:
-    """Raise unless every parent is the segment before, an ancestor of it, or none."""
+    """Raise unless segments are in depth-first order.
+
+    The parent of a segment must be the segment before it, an ancestor of that segment, or none.
+    """
     path: list[int] = []
     for segment, parent in enumerate(parents):
         if parent < ROOT or parent >= len(parents):
@@ -313,13 +323,14 @@ def _check_depth_first(parents: list[int]) -> None:
                 else f"whose subtree ended before segment {segment - 1} began"
             )
             raise ValueError(
-                f"segment {segment} has the parent {parent}, {why}: segments stand in depth-first order, each subtree "
-                "in one piece; flexcp.tree_order(parents) gives that order"
+                f"segment {segment} has the parent {parent}, {why}: segments must be in depth-first order, each "
+                "subtree in one piece; flexcp.tree_order(parents) gives that order"
             )
         path.append(segment)
 
 
 def _integers(given: Sequence[int], what: str) -> list[int]:
+    """Return a list of plain ints, or raise if ``given`` is no list of integers; ``what`` names it."""
     try:
         found = [token_count(x) for x in given]
     except TypeError:

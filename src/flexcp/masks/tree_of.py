@@ -1,7 +1,7 @@
-"""Trees of token ids: sequences that begin alike, as one document that holds what they share once.
+"""Trees of token ids: turn sequences with common beginnings into one document that holds each beginning once.
 
-Sequences are sorted, so that those with a common beginning are neighbours, and the trie is made of how much neighbours
-share. Segments come in the order of the sequences that reach them first.
+Sequences are sorted, so that those with a common beginning are neighbours; how many tokens neighbours share gives a
+trie. Segments of the tree are in the order of the first sequence that contains them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flexcp.masks.tree import ROOT, Tree, tree, tree_of_mask
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """Sequences as one document: ``mask`` for the planner, ``tokens`` in the place of the sequences laid end to end.
+    """Sequences merged into one document: ``tokens`` are its token ids, ``mask`` is its mask for the planner.
 
-    Sequence s of the tree is the s-th one given: ``paths[s][p]`` is the tree token at its position p, so
-    ``tokens[paths[s]]`` is the sequence itself. ``saved`` is how many tokens the tree does without.
+    Sequence s of the tree is the s-th sequence given to :func:`flexcp.tree_of`. ``paths[s][p]`` is the index in
+    ``tokens`` of its p-th token, so ``tokens[paths[s]]`` is the sequence itself.
     """
 
     mask: Mask
@@ -38,22 +38,22 @@ class TokenTree:
 
     @cached_property
     def paths(self) -> list[Ints]:
-        """The tree token of every position, sequence by sequence."""
+        """For each sequence, the index in ``tokens`` of each of its tokens."""
         known = {segment: self.tree.path(segment) for segment in set(self.tree.ends.tolist())}
         return [known[segment] for segment in self.tree.ends.tolist()]
 
     @property
     def saved(self) -> int:
-        """Tokens of the sequences that the tree does without."""
+        """How many tokens the tree has less than the sequences together."""
         return int(self.tree.sequence_lengths.sum()) - len(self)
 
 
 def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = None) -> TokenTree:
-    """The tree of sequences of token ids (lists, arrays or tensors), which holds their common beginnings once.
+    """Merge sequences of token ids (lists, arrays or tensors) into a tree that holds their common beginnings once.
 
-    Where fewer than ``least_shared`` tokens would be shared between two branching points they are repeated instead:
-    every branch is work for planners and kernels. Equal sequences are one path, and still count as several. ``left`` is
-    that of :func:`flexcp.tree`.
+    Between two branching points, fewer than ``least_shared`` common tokens are repeated instead of shared, because
+    every branch costs planners and kernels work. Equal sequences share one path and remain several sequences. ``left``
+    is the window of :func:`flexcp.tree`.
     """
     least = token_count(least_shared)
     if least < 1:
@@ -74,8 +74,10 @@ def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = 
 
 @dataclass
 class _Node:
-    """A place where sequences branch or end: its depth, the sequences that end there, one that passes,
-    and the first of all below.
+    """A node of the trie: a place where sequences branch or end.
+
+    ``depth`` is the number of tokens from the root, ``passing`` a sequence that passes through the node, ``ending`` the
+    sequences that end there, and ``first`` the lowest number of a sequence that reaches the node.
     """
 
     depth: int
@@ -87,18 +89,22 @@ class _Node:
 
 @dataclass
 class _Segments:
+    """The segments of the tree as they are found: parent and tokens of each, and where sequences end."""
+
     parents: list[int] = field(default_factory=list)
     tokens: list[Ints] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
     """(sequence, segment) for each sequence."""
 
     def add(self, parent: int, tokens: Ints) -> int:
+        """Add a segment and return its number."""
         self.parents.append(parent)
         self.tokens.append(tokens)
         return len(self.parents) - 1
 
 
 def _ids(sequence: Any, number: int) -> Ints:
+    """Return the token ids of sequence ``number`` as an array, or raise if it is no list of ids."""
     try:
         found = np.asarray(sequence)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -114,8 +120,9 @@ def _ids(sequence: Any, number: int) -> Ints:
 
 
 def _trie(given: list[Ints]) -> _Node:
-    """The root of the trie, at depth 0; its children and theirs in the order in which sequences reach them."""
-    # As bytes, first byte first and from 0 on, ids compare as fast as memory; beginnings come before what they begin.
+    """Return the root of the trie of the sequences; children are sorted by the first sequence that reaches them."""
+    # Ids become big-endian bytes without sign, which compare fast in the order of the ids. A sequence that is the
+    # beginning of another one sorts before it.
     keys = [(ids.astype(np.uint64) ^ np.uint64(1 << 63)).astype(">u8").tobytes() for ids in given]
     order = sorted(range(len(given)), key=lambda s: keys[s])
     root = _Node(0, order[0])
@@ -127,7 +134,7 @@ def _trie(given: list[Ints]) -> _Node:
         last: _Node | None = None
         while path[-1].depth > shared:
             last = path.pop()
-        if path[-1].depth < shared:  # the sequences part inside an edge
+        if path[-1].depth < shared:  # the sequences branch between two nodes: insert a node there
             assert last is not None
             between = _Node(shared, sequence, children=[last])
             path[-1].children[-1] = between
@@ -143,14 +150,14 @@ def _trie(given: list[Ints]) -> _Node:
 
 
 def _shared(a: Ints, b: Ints) -> int:
-    """Tokens that two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n
 
 
 def _in_order(root: _Node) -> None:
-    """Sort children by the first sequence that reaches them."""
+    """Sort the children of every node by the first sequence that reaches them."""
     nodes = [root]
     for node in nodes:
         nodes += node.children
@@ -162,7 +169,10 @@ def _in_order(root: _Node) -> None:
 
 
 def _add_segments(top: _Node, parent: int, depth: int, least: int, given: list[Ints], to: _Segments) -> None:
-    """The segments of a subtree in depth-first order; tokens from ``depth`` on are not in any segment yet."""
+    """Append the segments of a subtree to ``to``, in depth-first order.
+
+    ``parent`` is the segment above the subtree, and ``depth`` the tokens of the path that are in segments already.
+    """
     waiting = [(top, parent, depth)]
     while waiting:
         node, parent, depth = waiting.pop()
@@ -171,7 +181,7 @@ def _add_segments(top: _Node, parent: int, depth: int, least: int, given: list[I
         if not node.children or len(tokens) >= least:
             below, depth = to.add(parent, tokens), node.depth
             to.ends += [(sequence, below) for sequence in node.ending]
-        elif node.ending:  # what is too short to be shared is repeated here, too
+        elif node.ending:  # too few tokens to be shared: repeat them for the sequences that end here
             alone = to.add(parent, tokens)
             to.ends += [(sequence, alone) for sequence in node.ending]
         waiting += [(child, below, depth) for child in reversed(node.children)]

@@ -1,1 +1,1 @@
-"""Measuring: real ranks, verification, and what else knows both planning and execution."""
+"""Measurements on real ranks: verification, benchmarks, calibration, replay, and the first run on a cluster."""

@@ -1,9 +1,9 @@
-"""Code that is not ours, for comparison: attention of the same documents by what else is installed.
+"""Attention of the same documents by other installed packages, for comparison.
 
-``torch.context_parallel`` is PyTorch's own, on ``scaled_dot_product_attention``. It knows neither documents nor masks
-besides causal and full, wants lengths that 2 x ranks divide, and has no CPU path (its dispatcher has no sharding rule
-for the CPU kernel; torch 2.13, seen in November 2026). So it runs on GPUs only, documents one after the other, each
-padded. Other packages are named when they are installed; they have no adapter yet.
+``torch.context_parallel`` is PyTorch's own, based on ``scaled_dot_product_attention``. It supports neither documents
+nor masks other than causal and full, needs lengths divisible by 2 x ranks, and has no CPU path (its dispatcher has no
+sharding rule for the CPU kernel; torch 2.13, November 2026). It therefore runs on GPUs only, one document after the
+other, each padded. Other packages are listed as installed or not; flexcp has no adapter for them yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ OTHERS = ("ring_flash_attn", "transformer_engine", "magi_attention")
 def baselines(
     group: dist.ProcessGroup, lengths: Sequence[int], mask: Mask, shape: Shape, device: str
 ) -> dict[str, Run | str]:
-    """By name: a call that runs forward and gives the output and a call that runs backward; or why there is none."""
+    """Return for each package a function that runs the forward, or the reason why it cannot run.
+
+    The function returns the output and a function that runs the backward.
+    """
     found: dict[str, Run | str] = {"torch.context_parallel": _context_parallel(group, lengths, mask, shape, device)}
     for package in OTHERS:
         installed = importlib.util.find_spec(package) is not None
@@ -53,7 +56,7 @@ def _context_parallel(
     dtype = getattr(torch, shape.dtype)
 
     def inside() -> AbstractContextManager[None]:
-        # It wants a buffer that it may shard; the tensors here are shards from the start.
+        # context_parallel needs a buffer that it can shard; the tensors below are shards from the start.
         buffer = torch.empty(2 * ranks, device=device)
         return context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})
 

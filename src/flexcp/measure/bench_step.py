@@ -1,10 +1,10 @@
-"""Bench step: every strategy on the ranks at hand, planning included,
-beside code that is not ours and beside what was predicted.
+"""Benchmark of a step: every strategy on the ranks at hand, with its planning time,
+next to other packages and to the predicted time.
 
-All ranks plan each strategy (as they would in training), bind the plan, run attention forward and backward once to warm
-up and then a few times, starting together; a time is the slowest rank's in the fastest repeat, and planning is the
-slowest rank's too. The prediction is the event simulator's with the cost model given. Runs on gloo CPU ranks and on
-NCCL ranks, with the kernel the step chooses.
+All ranks plan each strategy (as they would in training), bind the plan, and run attention forward and backward, once to
+warm up and then a few times, starting together. A time is that of the slowest rank in the fastest repeat; planning time
+is that of the slowest rank too. The event simulator makes the prediction with the given cost model. Runs on gloo CPU
+ranks and on NCCL ranks, with the kernel that the step chooses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flexcp.simulator.training import simulate
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What is measured."""
+    """The documents, attention, cluster and strategies to measure, and how often."""
 
     lengths: tuple[int, ...]
     mask: Mask
@@ -51,12 +51,12 @@ class BenchTask:
     repeats: int = 3
     tokens_equal: bool = True
     tiles: TileTimes | None = None
-    """Prices that kernels are predicted with, in the cost model's place."""
+    """Prices that predict kernel times instead of the cost model."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender: milliseconds planned, measured and predicted, bytes moved; or why there are none."""
+    """One strategy or package: planning, measured and predicted milliseconds and bytes moved, or why it did not run."""
 
     name: str
     planning_ms: float | None = None
@@ -68,14 +68,14 @@ class Measured:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less one."""
+        """Relative error of the prediction: predicted over measured, minus one."""
         if self.step_ms is None or self.predicted_ms is None:
             return None
         return self.predicted_ms / self.step_ms - 1
 
 
 def bench(group: dist.ProcessGroup, task: BenchTask) -> Generator[str, None, list[Measured]]:
-    """Collective generator: says what is next; returns the rows (on every rank)."""
+    """Yield the name of each strategy and package before it runs, and return all rows; collective, on every rank."""
     rows: list[Measured] = []
     for name in task.strategies:
         yield name
@@ -87,22 +87,22 @@ def bench(group: dist.ProcessGroup, task: BenchTask) -> Generator[str, None, lis
 
 
 def _foreign(group: dist.ProcessGroup, task: BenchTask, name: str, run: Run | str) -> Measured:
-    """What is not ours may fail (on all ranks alike) without costing us the rows that were measured."""
+    """Measure another package; an error in it (on all ranks alike) becomes its row and does not end the benchmark."""
     if isinstance(run, str):
         return Measured(name, missing=run)
     try:
         forward, step = timed(group, run, task.repeats, task.device)
-    except Exception as error:  # whatever another package raises is that package's row
+    except Exception as error:  # any exception of another package belongs into its row
         return Measured(name, missing=f"{type(error).__name__}: {error}".splitlines()[0])
     return Measured(name, 0.0, forward, step)
 
 
 def bench_strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
-    """Collective: one strategy, planned, bound, timed and predicted; the same row on every rank."""
+    """Plan, bind, time and predict one strategy; collective, with the same row on every rank."""
     batch = make_batch(task.lengths, task.mask)
     request = Request(batch, task.shape, task.cluster, task.cost, equal_tokens=task.tokens_equal)
     try:
-        planned(request, name)  # compiled code is loaded before anything is timed
+        planned(request, name)  # loads compiled code before anything is timed
         dist.barrier(group)
         begin = time.perf_counter()
         name, plan = planned(request, name)
@@ -120,15 +120,15 @@ def bench_strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Meas
 
 
 def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[], Any]]]:
-    """A call that runs forward, and gives the output and a call that runs backward."""
+    """Return a function that runs the forward and returns the output and a function that runs the backward."""
     shape, dtype = step.plan.shape, getattr(torch, step.plan.shape.dtype)
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
     sizes.append((shape.heads, shape.v_head_dim))
-    # Only this rank's tokens: the whole stream of a large cluster does not fit into a host's memory once for every
-    # rank.
+    # Only this rank's tokens are made: whole streams on all ranks of a large cluster would not fit into a host's
+    # memory.
     q, k, v, grad = (torch.randn(step.local_tokens, *size, device=device).to(dtype) for size in sizes)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    _ = step.indices  # random rows are those of any plan, so the step need not warn that nobody asked which they are
+    _ = step.indices  # silences the warning about unread indices: random rows suit any plan
 
     def run() -> tuple[Tensor, Callable[[], Any]]:
         out = attention(q, k, v, step)
@@ -141,8 +141,8 @@ def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[
 def timed(
     group: dist.ProcessGroup, run: Callable[[], tuple[Any, Callable[[], Any]]], repeats: int, device: str
 ) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward:
-    the slowest rank in the fastest repeat after one to warm up.
+    """Return the milliseconds of the forward, and of forward and backward,
+    on the slowest rank in the fastest repeat after a warm-up.
     """
     samples = []
     for _ in range(repeats + 1):
@@ -172,6 +172,6 @@ def _slowest(group: dist.ProcessGroup, value: float, device: str) -> float:
 
 
 def median_error(rows: Sequence[Measured]) -> float | None:
-    """Median of |predicted / measured - 1|."""
+    """Return the median of |predicted / measured - 1|, or None if nothing was measured."""
     found = [abs(row.error) for row in rows if row.error is not None]
     return statistics.median(found) if found else None

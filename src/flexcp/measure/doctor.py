@@ -1,8 +1,8 @@
-"""Doctor: what this machine has, what flexcp would use of it and why, and whether that works.
+"""The doctor: what this machine has, what flexcp would use of it and why, and whether that works.
 
-:func:`examine` looks, :func:`try_out` does: it plans a batch, executes the plan symbolically, runs it on two real
-processes against dense attention, and on a GPU runs the chosen kernel against plain torch. A finding that stands in the
-way has a fix; nothing is changed here.
+:func:`examine` looks at the machine. :func:`try_out` plans a batch, executes the plan symbolically, runs it on two real
+processes against dense attention, and on a GPU runs the chosen kernel against plain torch. A finding that prevents
+flexcp from working has a fix; the doctor itself changes nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
 
 OPTIONAL = ("triton", "mtkahypar", "transformers", "torchtitan", "megatron-core", "datasets")
-"""Packages that flexcp uses where they are."""
+"""Packages that flexcp can use if they are installed."""
 LEAST_TORCH = (2, 11)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about this machine; ``fix`` is set where it stands in the way, ``hint`` where it could be better."""
+    """One fact about this machine; ``fix`` is set if it prevents flexcp from working, ``hint``
+    if it could be better.
+    """
 
     name: str
     value: str
@@ -44,7 +46,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """What is there, from the machine up."""
+    """Yield what this machine has, from hardware to optional packages."""
     yield Finding("flexcp", f"{__version__} in {Path(__file__).parents[1]}")
     yield Finding(
         "machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {_cores()}"
@@ -58,7 +60,7 @@ def examine() -> Iterator[Finding]:
 
 
 def try_out(tell: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """Plan, check and run something small; each finding says how long it took."""
+    """Plan, check and run something small; each finding tells how long that took."""
     tell("planning (the first time on a machine, loops are compiled)")
     yield _timed("plan a batch", _plan_something)
     tell("running two processes")
@@ -98,7 +100,7 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}", fix=old)
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding(
-        "gloo", "there, for CPU ranks" if gloo else "missing", fix=None if gloo else "install a torch built with gloo"
+        "gloo", "for CPU ranks" if gloo else "missing", fix=None if gloo else "install a torch built with gloo"
     )
     if not torch.cuda.is_available():
         why = (
@@ -122,12 +124,12 @@ def _torch() -> Iterator[Finding]:
 
 
 def transfer_stream(group: dist.ProcessGroup | None) -> Finding:
-    """Whether transfers go before the work they travel beside, where both want the same multiprocessors."""
+    """Return whether transfers have priority over kernels that need the same multiprocessors."""
     from flexcp.executor.exchange.start_group import OWN_GROUP, has_high_priority
 
     if group is None:
         words = "of high priority in groups that flexcp makes (flexcp train, bench step, accept)"
-        return Finding("stream of transfers", words, hint=f"one's own group needs to ask for it: {OWN_GROUP}")
+        return Finding("stream of transfers", words, hint=f"your own process group has to ask for it: {OWN_GROUP}")
     if has_high_priority(group):
         return Finding("stream of transfers", "of high priority")
     return Finding("stream of transfers", "not of high priority", hint=f"make the group with {OWN_GROUP}")
@@ -150,7 +152,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _cache() -> Finding:
-    """Where compiled planning loops are kept, and whether they are there."""
+    """Return where compiled planning loops are kept, and whether they have been compiled."""
     from flexcp.arrays.jit import cache_folders
     from flexcp.io.private_files import refusal
 
@@ -181,7 +183,7 @@ def _timed(name: str, work: Callable[[], str]) -> Finding:
     begin = time.perf_counter()
     try:
         found = work()
-    except Exception as error:  # whatever goes wrong on a machine is a finding
+    except Exception as error:  # any error on a machine is a finding
         return Finding(
             name, "failed", fix=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
@@ -206,7 +208,7 @@ def _run_two() -> str:
 
 
 def _run_kernel() -> str:
-    """Not run where there is no GPU."""
+    """Run the chosen kernel on the GPU against plain torch."""
     import torch
 
     from flexcp.executor.slice_attention import slice_attention

@@ -1,9 +1,9 @@
-"""Fork server: processes forked from a server that has imported torch, which Ctrl-C leaves to their parent.
+"""A fork server that has imported torch, and whose processes leave Ctrl-C to their parent.
 
-A terminal sends Ctrl-C to every process of a command. Only the parent is to hear it: it ends its children, and says one
-line. So the server is started with that signal blocked, which its children inherit. The first start waits for the
-server's imports, seconds in which Ctrl-C must count; those after it take milliseconds, during which it is held back, so
-that no child is started that nobody knows of.
+A terminal sends Ctrl-C to every process of a command. Only the parent should react: it stops its children and prints
+one line. The server is therefore started with that signal blocked, which its children inherit. The first start waits
+some seconds for the server's imports, during which Ctrl-C must work. Later starts take milliseconds, during which
+Ctrl-C is delayed, so that no child is started without the parent knowing it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from multiprocessing.context import ForkServerContext
 
 
 def server(preload: list[str]) -> ForkServerContext:
-    """Where processes are made, its imports done."""
+    """Return a context that forks processes from a server with these modules imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     with without_interrupt():
-        resource_tracker.ensure_running()  # the server would start it, which unblocks the signal
+        resource_tracker.ensure_running()  # the server would start it otherwise, which unblocks the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             forkserver.ensure_running()
@@ -41,15 +41,13 @@ def server(preload: list[str]) -> ForkServerContext:
 
 @contextmanager
 def without_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C waits; it counts when this ends. Only the main thread ever hears of it,
-    so in others nothing is to be done.
-    """
+    """Delay Ctrl-C until this context ends. Does nothing outside the main thread, the only one that receives it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[int] = []
-    # A blocked signal would not do: any other thread of the process would take it, and the main thread raise all the
-    # same.
+    # Blocking the signal would not do: another thread of the process would take it, and the main thread would still
+    # raise.
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
         yield
@@ -60,11 +58,11 @@ def without_interrupt() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What the first process does."""
+    """Do nothing: the first process only waits for the server's imports."""
 
 
 def _end_server() -> None:
-    """The server would go on importing for seconds; the next start makes another."""
+    """Kill the server, which would go on importing for seconds; the next start makes another one."""
     pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
     if pid is not None:
         with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Local store: the store of ranks that are all on this machine, which nobody else can reach.
+"""A store for ranks on this machine, which no other machine can reach.
 
-torch's own listens on every interface whatever address it is given, and believes whoever connects. So it is handed a
-socket that is bound to loopback. Gloo's and NCCL's sockets listen on one interface; :func:`stay_local` makes it
-loopback too.
+torch's own TCPStore listens on every interface, whatever address it is given, and trusts every connection. It is
+therefore handed a socket that is bound to loopback. The sockets of gloo and NCCL listen on one interface;
+:func:`stay_local` makes gloo's loopback too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=300)
 
 
 def kept_store(timeout: timedelta = TIMEOUT) -> TCPStore:
-    """A store kept by this process; ``.port`` is what the others need."""
+    """Return a store served by this process; other processes join it by its ``.port``."""
     from torch._C._distributed_c10d import TCPStore
 
     with socket.socket() as listening:
@@ -31,12 +31,12 @@ def kept_store(timeout: timedelta = TIMEOUT) -> TCPStore:
 
 
 def joined_store(port: int, timeout: timedelta = TIMEOUT) -> TCPStore:
-    """A client of the store that another process of this machine keeps."""
+    """Return a client of the store that another process of this machine serves."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(ADDRESS, port, is_master=False, timeout=timeout)
 
 
 def stay_local() -> None:
-    """Before a group is made: its transport listens on loopback only, unless the user chose an interface."""
+    """Let gloo listen on loopback only, unless the user chose an interface; to be called before a group is made."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,8 +1,8 @@
-"""Ranks: a pool of local processes that stand for GPUs, on gloo.
+"""A pool of local processes that stand for GPUs, connected by gloo.
 
 Starting torch takes seconds, so processes are forked from a server that has imported it once, and live as long as the
 pool. A pool of 8 serves any smaller number: ``pool.run(function, ranks=3)`` runs on the first three, in a process group
-of just those.
+of only these.
 
 A function is called as ``function(group, *arguments)``; it must be importable by name, and its arguments and result
 picklable. An exception on any rank is raised here, with the rank and its traceback. A rank that dies is an error, never
@@ -22,7 +22,7 @@ from typing import Any, Self
 from flexcp.measure.fork_server import server, without_interrupt
 from flexcp.measure.local_store import joined_store, kept_store, stay_local
 
-# Registered operators need torch._dynamo at their first call.
+# The first call of a registered operator imports torch._dynamo.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.attention", "flexcp.planner"]
 
 
@@ -53,7 +53,7 @@ class RankPool:
             for pipe in self.pipes:
                 pipe.send(port)
             self._collect(list(range(size)))
-        except BaseException:  # nobody has the pool yet who could close it
+        except BaseException:  # the caller has no pool yet that it could close
             self.close()
             raise
 
@@ -64,10 +64,10 @@ class RankPool:
         ranks: int | None = None,
         on_item: Callable[[Any], None] | None = None,
     ) -> list[Any]:
-        """Call ``function(group, *arguments)`` on the first ``ranks`` ranks; their results in rank order.
+        """Call ``function(group, *arguments)`` on the first ``ranks`` ranks and return their results in rank order.
 
-        A function that is a generator reports progress: what rank 0 yields is handed to ``on_item`` as it comes, and
-        the generator's return value is its result.
+        A generator function reports progress: ``on_item`` is called with each item that rank 0 yields, and the
+        generator's return value is its result.
         """
         count = self.size if ranks is None else ranks
         if not 1 <= count <= self.size:
@@ -123,7 +123,7 @@ class RankPool:
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
-    """A rank's life: join the others, then run what comes through the pipe until it closes."""
+    """Run one rank: join the others, then run the functions that come through the pipe until it closes."""
     import torch
     import torch.distributed as dist
 
@@ -142,9 +142,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 
 
 def answer_calls(rank: int, size: int, pipe: Connection) -> None:
-    """Run what comes through the pipe, (function, arguments, how many ranks take part), and send what it gives,
-    until the pipe closes.
-    """
+    """Run each (function, arguments, number of ranks) from the pipe and send the result back, until the pipe closes."""
     import torch.distributed as dist
 
     groups = {size: dist.group.WORLD}
@@ -160,13 +158,13 @@ def answer_calls(rank: int, size: int, pipe: Connection) -> None:
             if isinstance(value, GeneratorType):
                 value = _drained(value, pipe)
             answer = ("done", value)
-        except Exception:  # whatever it is, the parent raises it with this traceback
+        except Exception:  # the parent raises any exception, with this traceback
             answer = ("failed", traceback.format_exc())
         pipe.send(answer)
 
 
 def _drained(items: Generator[Any, None, Any], pipe: Connection) -> Any:
-    """Send on what a generator yields; its return value."""
+    """Send each item of a generator through the pipe, and return the generator's return value."""
     while True:
         try:
             pipe.send(("item", next(items)))

@@ -1,9 +1,9 @@
-"""Replay of dumps: the plans of a dump once more, on this machine. Which of them is bad?
+"""Replay of dumps: run the plans of telemetry dumps again on this machine, to find which of them is bad.
 
-Every plan is read, executed symbolically, and, where it fits here, run on real processes forward and backward under
-each of its masks against dense float64 attention. Inputs are random: a dump holds plans, not data. A plan that fails
-its symbolic check is not run: it could hang. Dumps of several ranks are one story: a plan that many of them hold is
-replayed once, and steps in which they hold different plans are named.
+Every plan is read and executed symbolically. If it fits on this machine, it is also run on real processes, forward and
+backward under each of its masks, against dense float64 attention. Inputs are random, because a dump holds plans and no
+data. A plan that fails its symbolic check is not run, since it could hang. Dumps of several ranks are read together: a
+plan that is in several of them is replayed once, and steps in which ranks have different plans are reported.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import Dump, find_dumps, read_dump
 
 MOST_RANKS = 16
-"""Processes that are started here for a plan; one for more ranks is only checked symbolically."""
+"""The most processes that are started here; a plan for more ranks is only checked symbolically."""
 
 
 @dataclass
 class Replayed:
-    """A plan of a dump: where it was held, what is wrong with it, or why it was not run."""
+    """A plan from the dumps: which ranks had it in which step, and what is wrong with it or why it was not run."""
 
     plan: Plan
     held: list[tuple[int, int]]
-    """(global rank, step number) of everyone who had it."""
+    """(global rank, step number) of every dump that has the plan."""
     problem: str = ""
     not_run: str = ""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    """By mask."""
+    """Verdict for each mask."""
 
     @property
     def passed(self) -> bool:
@@ -42,7 +42,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """All dumps read, all plans replayed, and the steps in which ranks held different plans."""
+    """All dumps, all replayed plans, and the steps in which ranks had different plans."""
 
     dumps: list[Dump]
     plans: list[Replayed]
@@ -56,9 +56,9 @@ class Replay:
 def replay(
     path: Path, seed: int, kernel: str | None, progress: Callable[[str], None], pool: RankPool | None = None
 ) -> Replay:
-    """Replay the dump at ``path``, or all dumps of that folder; ``progress`` hears what is being done.
+    """Replay the dump at ``path``, or all dumps in that folder; ``progress`` receives a message for each plan.
 
-    Runs on ``pool`` if that is large enough, else on processes of its own.
+    Plans run on ``pool`` if it is large enough, else on new processes.
     """
     dumps = [read_dump(file) for file in find_dumps(path)]
     plans: dict[str, Replayed] = {}
@@ -78,7 +78,7 @@ def replay(
                 progress(f"running {found.plan!r} on real processes")
                 _run(ranks, found, seed, kernel)
                 if found.problem:
-                    break  # its ranks may be stuck; what follows would only say so again
+                    break  # the ranks may be stuck, and later plans would only fail for that reason
     for found in runnable:
         if not found.problem and not found.verdicts:
             found.not_run = "a plan before it stopped the ranks"
@@ -111,7 +111,7 @@ def _run(pool: RankPool, found: Replayed, seed: int, kernel: str | None) -> None
 
 
 def _disagreements(dumps: list[Dump]) -> list[str]:
-    """Steps of one number in which ranks that were bound together hold different plans."""
+    """Return the steps in which ranks of one group have different plans."""
     by_step: dict[int, dict[str, list[int]]] = {}
     for dump in dumps:
         for step in dump.steps:
@@ -126,8 +126,8 @@ def _disagreements(dumps: list[Dump]) -> list[str]:
 
 
 def _one_group(dumps: list[Dump], number: int, ranks: int) -> bool:
-    """Whether the ranks that dumped a step fit into one group.
-    With several groups different plans are as they should be.
+    """Return whether the ranks that dumped a step fit into one group.
+    With several groups, different plans are correct.
     """
     sizes = [step.plan.ranks for dump in dumps for step in dump.steps if step.number == number]
     return ranks <= min(sizes)

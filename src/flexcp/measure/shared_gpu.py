@@ -1,8 +1,7 @@
-"""Shared GPU: NCCL settings with which several ranks may use one GPU,
-to try things out where there are fewer GPUs than ranks.
+"""NCCL settings that let several ranks use one GPU, to try things out with fewer GPUs than ranks.
 
-NCCL refuses two ranks of a host on one GPU, so each gets a host id of its own; messages then go through sockets of the
-loopback device, at a fraction of a GB/s. Results, streams and hangs are real, times are not.
+NCCL refuses two ranks of a host on one GPU, so each rank gets its own host id. Messages then go through sockets on the
+loopback interface, at a fraction of a GB/s. Results, streams and hangs are as on several GPUs; times are not.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 
 
 def share_gpu(rank: int) -> None:
-    """Before the group is made: this rank's settings."""
+    """Set NCCL's environment variables for this rank; to be called before the group is made."""
     settings = {
         "SOCKET_IFNAME": "lo",
         "IB_DISABLE": "1",

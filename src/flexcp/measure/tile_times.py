@@ -1,10 +1,11 @@
-"""Tile times: how long the Hopper kernel takes for a work list, from what its programs walk, counted.
+"""Tile times: the predicted time of the Hopper kernel for a work list, from counts of what its programs do.
 
-A launch lasts as long as its busiest program, which pays for each block without a mask, each block with one, each tile,
-and (forward) each tile whose rows have results to be read. Counts come from the work list alone
-(:mod:`flexcp.executor.kernels.hopper.tiles`), prices are fitted to measured calls: linear in the counts of the busiest
-program, which depends on the prices, so the fit is repeated until it settles. Relative errors are what counts. A
-finished plan's slots can then be timed on any machine (:func:`slot_times`), in the place of replay.
+A launch lasts as long as its busiest program (a block of threads). A program pays for each block without a mask, each
+block with one, each tile, and in the forward for each tile whose rows already have results that it has to read. The
+counts follow from the work list alone (:mod:`flexcp.executor.kernels.hopper.tiles`). The prices are fitted to measured
+calls by relative error: the time is linear in the counts of the busiest program, but which program is busiest depends
+on the prices, so the fit is repeated. With the prices, the slots of a plan can be timed on any machine
+(:func:`slot_times`), without replay.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from flexcp.shape import Shape
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Call = list[Ints]
-"""For each launch ``[program, counts]``."""
+"""For each launch the counts ``[program, kind of count]``."""
 ROUNDS = 15
 FIRST_PRICES = (1.0, 1.2, 2.0, 0.5)
 
 
 @dataclass(frozen=True, eq=False)
 class TimedCalls:
-    """Calls one after the other that took so many nanoseconds together."""
+    """Calls made one after the other, with their total measured nanoseconds."""
 
     name: str
     calls: list[Call]
@@ -41,13 +42,13 @@ class TimedCalls:
 
 
 def counted(slices: Ints, heads: int, kv_heads: int, shape: Shape, units: int, backward: bool, adds: bool) -> Call:
-    """What the programs of a call walk; ``adds`` says that a forward's rows have results already."""
+    """Return the counts of a call's programs; ``adds`` tells that a forward's rows already have results."""
     found = launches(slices, heads, kv_heads, 2 * (shape.head_dim + shape.v_head_dim), units, backward)
     return found if backward else [np.concatenate([x, x[:, 2:] * adds], axis=1) for x in found]
 
 
 def plan_calls(plan: Plan, rank: int, mask: int, backward: bool, units: int) -> list[list[Call]]:
-    """The calls of each slot of a rank."""
+    """Return the calls of each slot of a rank."""
     program = rank_program(plan, rank, mask, backward)
     share = plan.shape.queries_per_key
     adds = iter(adding((work.q_shelf, work.h0, work.h1) for slot in program.slots for work in slot.work))
@@ -62,7 +63,10 @@ def plan_calls(plan: Plan, rank: int, mask: int, backward: bool, units: int) -> 
 
 
 def adding(lists: Iterable[tuple[int, int, int]]) -> list[bool]:
-    """Which of a rank's lists (query shelf, first head, last head + 1) find results of earlier ones."""
+    """Return for each of a rank's work lists whether its rows already have results.
+
+    A list is given as (query shelf, first head, last head + 1).
+    """
     seen: list[tuple[int, int, int]] = []
     found = []
     for shelf, h0, h1 in lists:
@@ -72,14 +76,14 @@ def adding(lists: Iterable[tuple[int, int, int]]) -> list[bool]:
 
 
 def call_ns(call: Call, prices: CallPrices) -> float:
-    """Predicted nanoseconds of a call; one without a pair launches nothing."""
+    """Return the predicted nanoseconds of a call; a call without pairs launches nothing and takes none."""
     if not call:
         return 0.0
     return prices.call_ns + sum(float((x @ np.array(p)).max()) for x, p in zip(call, prices.launches, strict=True))
 
 
 def slot_times(plan: Plan, mask: int, backward: bool, times: TileTimes) -> Ints:
-    """Predicted nanoseconds ``[rank, slot]`` of the kernels of one pass."""
+    """Return the predicted nanoseconds ``[rank, slot]`` of the kernels of one pass."""
     refuse_other_heads(plan.shape, times)
     prices = times.backward if backward else times.forward
     found = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
@@ -90,7 +94,7 @@ def slot_times(plan: Plan, mask: int, backward: bool, times: TileTimes) -> Ints:
 
 
 def refuse_other_heads(shape: Shape, times: TileTimes) -> None:
-    """Prices are of one pair of head sizes."""
+    """Raise ValueError if the prices were fitted for other head sizes."""
     if (shape.head_dim, shape.v_head_dim) != (times.head_dim, times.v_head_dim):
         raise ValueError(
             f"this calibration is of heads of {times.head_dim} and {times.v_head_dim}; got {shape.head_dim} and "
@@ -99,7 +103,7 @@ def refuse_other_heads(shape: Shape, times: TileTimes) -> None:
 
 
 def fit_prices(samples: Sequence[TimedCalls]) -> CallPrices:
-    """The prices that fit these samples best; none is negative."""
+    """Return the non-negative prices that fit these samples best."""
     samples = [s for s in samples if any(s.calls)]
     if not samples:
         raise ValueError("prices of tiles need at least one timed call")
@@ -116,7 +120,7 @@ def fit_prices(samples: Sequence[TimedCalls]) -> CallPrices:
 
 
 def _busiest(calls: list[Call], prices: CallPrices) -> Floats:
-    """The counts of each launch's busiest program, and how many calls there are, summed over calls."""
+    """Return the counts of each launch's busiest program and the number of calls, summed over calls."""
     total = np.zeros(sum(map(len, prices.launches)) + 1)
     for call in filter(None, calls):
         rows = [x[np.argmax(x @ np.array(p))] for x, p in zip(call, prices.launches, strict=True)]
@@ -125,7 +129,7 @@ def _busiest(calls: list[Call], prices: CallPrices) -> Floats:
 
 
 def _not_negative(table: Floats, wanted: Floats) -> Floats:
-    """Least squares; columns that would get a negative price are left out, and cost nothing."""
+    """Solve least squares without negative values: columns that would get one are dropped and get 0."""
     kept = np.arange(table.shape[1])
     while True:
         found, *_ = np.linalg.lstsq(table[:, kept], wanted, rcond=None)

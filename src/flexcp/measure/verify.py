@@ -1,9 +1,9 @@
-"""Verify: run a plan on real ranks, forward and backward, against dense float64 attention on one.
+"""Verification: run a plan on real ranks, forward and backward, and compare with dense attention on one rank.
 
-Every rank makes the same random stream from the seed, runs its share under the plan, and gathers results in stream
-order. Rank 0 compares them with attention computed pair by pair in float64, by the rule every kernel is held to: for
-float64 an error of at most 1e-10, for lower precisions at most twice the reference kernel's own error in that dtype
-plus one rounding. Bytes are counted where they leave.
+Every rank makes the same random stream from the seed, runs its share under the plan, and gathers the results in stream
+order. Rank 0 compares them with dense float64 attention, by the rule that every kernel is held to: in float64 the error
+is at most 1e-10, in lower precisions at most twice the reference kernel's own error in that dtype plus one rounding.
+Bytes are counted where they are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGEST_DENSE = 16_384
 
 @dataclass(frozen=True)
 class Options:
-    """Extras of an attention call to verify with."""
+    """What to verify with: seed, extras of the attention call, kernel, mask and device."""
 
     seed: int = 0
     softcap: float | None = None
@@ -43,7 +43,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors of each result, what each may be, and whether bytes on the wire were the plan's."""
+    """The error of each result, the allowed errors, and whether the sent bytes are those of the plan."""
 
     errors: dict[str, float]
     allowed: dict[str, float]
@@ -56,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Random inputs of a whole batch, and the gradients that come back."""
+    """Random inputs of a whole batch, and the gradients of its outputs."""
 
     q: Tensor
     k: Tensor
@@ -67,12 +67,14 @@ class _Stream:
 
 
 def verify_on(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Verdict | None:
-    """Collective over ``group`` (None: one rank): the verdict on rank 0, None elsewhere."""
+    """Verify a plan; collective over ``group`` (None: one rank). Returns the verdict on rank 0 and None elsewhere."""
     return _ended(verifying(group, plan, options))
 
 
 def verifying(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Generator[str, None, Verdict | None]:
-    """As :func:`verify_on`, saying on the way what is being done: dense attention of long documents takes minutes."""
+    """Do the same as :func:`verify_on`, and yield what is being done:
+    dense attention of long documents takes minutes.
+    """
     yield f"forward and backward under the plan, on {plan.ranks} process{'es' if plan.ranks > 1 else ''}"
     dtype = getattr(torch, plan.shape.dtype)
     stream = _converted(_stream(plan, options, dtype), torch.device(options.device))
@@ -98,7 +100,7 @@ def verifying(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> 
 
 
 def check_verifiable(plan: Plan, options: Options) -> None:
-    """Raise for what cannot be verified, before any rank is started."""
+    """Raise ValueError for a plan that cannot be verified, before any rank is started."""
     choose_kernel(
         options.device, getattr(torch, plan.shape.dtype), plan.shape.head_dim, plan.shape.v_head_dim, options.kernel
     )
@@ -155,7 +157,7 @@ def _under_plan(step: Any, stream: _Stream, options: Options) -> dict[str, Tenso
 
 
 def _ended(steps: Generator[str, None, Verdict | None]) -> Verdict | None:
-    """What a generator returns at its end."""
+    """Run a generator to its end and return its return value."""
     while True:
         try:
             next(steps)
@@ -167,7 +169,7 @@ def _ended(steps: Generator[str, None, Verdict | None]) -> Verdict | None:
 def _dense(
     plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype
 ) -> Generator[str, None, dict[str, Tensor]]:
-    """All results on one rank, document by document, by the reference kernel; says which tokens are next."""
+    """Compute all results on one rank with the reference kernel, document by document; yields a message for each."""
     batch, shape = plan.batch, plan.shape
     accumulator = kernels.accumulator_dtype(dtype)
     settings = Settings(shape.head_dim**-0.5, options.softcap)
@@ -210,7 +212,7 @@ def _dense(
 
 
 def _documents(plan: Plan, options: Options) -> Any:
-    """(stream rows, slices) in pieces small enough for a dense matrix; many short documents share one."""
+    """Yield (stream rows, slices) of pieces small enough for a dense matrix; short documents share a piece."""
     batch, mask = plan.batch, plan.batch.masks[options.mask]
     first = 0
     while first < batch.documents:
@@ -225,7 +227,7 @@ def _documents(plan: Plan, options: Options) -> Any:
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
-    """max |x - ref| / max(1, max |ref|); -inf must meet -inf, and NaN is infinitely wrong."""
+    """Return max |x - ref| / max(1, max |ref|); infinity if -inf does not meet -inf, or for NaN."""
     x, ref = found.double(), exact.double()
     empty = ref == -torch.inf
     if not torch.equal(x == -torch.inf, empty):

@@ -1,9 +1,8 @@
-"""Warm-up: small plans that between them need every compiled loop with every kind of argument, so that later ones find
-all of them kept.
+"""Warm-up: small plans that compile every compiled loop for every kind of argument, so that later plans need not.
 
-What a loop is compiled for depends on how it is reached: one node or several, a free layout, a fixed one or scattered
-tokens, equal tokens, tolerances, several masks, groups; rounds and events in addition to a plan. The test beside it
-plans at large and finds nothing left to compile.
+The argument types of a loop depend on the plan: one node or several; a free or a fixed layout, or scattered tokens;
+equal tokens, tolerances, several masks, groups; rounds and simulated events in addition to a plan. The test beside this
+file plans larger batches and asserts that nothing is left to compile.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LENGTHS = [3000, 700, 40, 1]
 
 
 def warm() -> None:
-    """Plan, and forget the plans."""
+    """Make small plans that compile every loop, and discard them."""
     for nodes in (1, 2):
         where = cluster("h100", nodes, 2)
         planner = Planner(4, 2, 32, cluster=where, strategy="blocks", compute_tolerance=0.05, token_tolerance=0.05)

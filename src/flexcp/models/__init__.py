@@ -1,1 +1,1 @@
-"""Models by name, by ``config.json`` or by numbers, as far as planning and simulation need them."""
+"""Models: the sizes that planning and simulation need, by name, from a ``config.json`` or from numbers."""

@@ -1,12 +1,12 @@
-"""A Hugging Face ``config.json`` as far as planning and simulation need it: heads, widths, layers, experts, windows.
+"""Config: read the heads, widths, layers, experts and windows of a model from a Hugging Face ``config.json``.
 
-The file is read as plain JSON, so nothing of Transformers or torch is loaded and no code of a model runs. What a
-``model_type`` makes of its fields is :mod:`flexcp.models.families`'s to say; a type that is not there is refused, and
-so is a file that leaves a number to a default of its family, or gives one that it does not read. Models with images
-around them are read by their ``text_config`` (:mod:`flexcp.models.text_parts`).
+The file is read as plain JSON, so Transformers and torch are not loaded and no code of a model runs.
+:mod:`flexcp.models.families` knows how models of each ``model_type`` use the fields; other types are refused. A file is
+also refused if it leaves a number to a default of its family, or contains a number that its family does not read. For
+models that combine text with images, the ``text_config`` is read (:mod:`flexcp.models.text_parts`).
 
-Feed-forwards are :mod:`flexcp.models.feed_forwards`, windows :mod:`flexcp.models.layer_windows`. Attention that is
-neither causal nor a causal window is refused.
+Feed-forwards are read by :mod:`flexcp.models.feed_forwards`, windows by :mod:`flexcp.models.layer_windows`. Attention
+that is neither causal nor a causal window is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from flexcp.cost import Model
 from flexcp.io.json_files import json_line
 from flexcp.models.config_fields import NUMBERS, Fields
-from flexcp.models.families import FAMILIES, REFUSED, Family
+from flexcp.models.families import FAMILIES, REFUSED, UNNAMED, Family
 from flexcp.models.feed_forwards import feed_forwards
 from flexcp.models.layer_windows import layer_windows
 from flexcp.models.preset import Preset
@@ -34,22 +34,23 @@ SIZES = {
     "gpt": (("n_head", "num_attention_heads"), ("n_embd", "hidden_size"), ("n_layer", "num_hidden_layers")),
     "any": (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer")),
 }
-"""Names of heads, width and layers."""
+"""The names of the fields for heads, width and layers, by :attr:`Family.sizes`; the first one present is read."""
 
 
 def read_config(path: Path) -> Preset:
-    """The model of a ``config.json``, or of a folder that holds one."""
+    """Read a model from a ``config.json``, or from a folder that contains one."""
     values, file = config_values(path), _file(path)
     name = file.parent.resolve().name if path.is_dir() else f"{file.parent.resolve().name}/{file.name}"
     return _preset(text_part(file, values), name)
 
 
 def _file(path: Path) -> Path:
+    """Return the path of the ``config.json``, which may be given as its folder."""
     return path / FILE if path.is_dir() else path
 
 
 def config_values(path: Path) -> Mapping[str, Any]:
-    """What a ``config.json``, or that of a folder, holds: the one place where such a file is opened."""
+    """Return the fields of a ``config.json``, given as the file or its folder. Only this function opens such files."""
     file = _file(path)
     try:
         if file.stat().st_size > LARGEST:
@@ -66,10 +67,10 @@ def config_values(path: Path) -> Mapping[str, Any]:
 
 
 def _preset(fields: Fields, place: str) -> Preset:
-    """Everything, put together."""
+    """Make the model from the fields of a file; ``place`` is its name if the file has none."""
     family = _family(fields)
-    heads, hidden, layers = (fields.need(names) for names in SIZES[family.sizes])
-    head_dim, kv_heads = _head_dim(fields, family, hidden, heads), _kv_heads(fields, family, heads)
+    heads, kv_heads, head_dim = attention_heads(fields, family)
+    _, hidden, layers = (fields.need(names) for names in SIZES[family.sizes])
     width, active, experts = feed_forwards(fields, family, hidden, layers)
     try:
         shape = Shape(heads, kv_heads, head_dim, head_dim, _dtype(fields))
@@ -80,8 +81,18 @@ def _preset(fields: Fields, place: str) -> Preset:
     return Preset(model, shape, fields.need(["vocab_size"]), experts, windows, tied)
 
 
+def attention_heads(fields: Fields, family: Family | None = None) -> tuple[int, int, int]:
+    """Return (query heads, KV heads, head size) as models of ``family``, by default that of the fields, read them.
+
+    A type without a family is read by the field names that families share.
+    """
+    family = family or FAMILIES.get(fields.family, UNNAMED)
+    heads, hidden = (fields.need(names) for names in SIZES[family.sizes][:2])
+    return heads, _kv_heads(fields, family, heads), _head_dim(fields, family, hidden, heads)
+
+
 def _family(fields: Fields) -> Family:
-    """How models of the file's type are built, or why they are not read."""
+    """Return the family of the file's ``model_type``, or raise if such models are not read."""
     file, config, kind = fields.file, fields.config, fields.family[:40]
     if config.get("kv_lora_rank"):
         raise NotImplementedError(
@@ -113,11 +124,12 @@ def _family(fields: Fields) -> Family:
 
 
 def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
+    """Return the number of KV heads; ``heads`` is the number of query heads."""
     own = {"never": heads, "multi_query": 1 if fields.switch("multi_query", True) else heads}.get(family.kv_heads)
     if family.kv_heads == "falcon":
         if fields.switch("new_decoder_architecture", False):
             return fields.read(["num_kv_heads"]) or heads
-        # Files of the older kind have num_kv_heads too, which the model does not read.
+        # Files of the old decoder architecture may contain num_kv_heads too, but the model does not read it.
         return 1 if fields.switch("multi_query", True) else heads
     if own is not None:
         for name in ("num_key_value_heads", "num_kv_heads"):
@@ -132,6 +144,7 @@ def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    """Return the size of a head."""
     even = hidden // heads
     if family.head_dim == "never":
         fields.agree("head_dim", even, "the heads alone")
@@ -148,14 +161,14 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _name(fields: Fields, place: str) -> str:
-    """The last part of the name the model was saved under, or where its file is."""
+    """Return the last part of the name under which the model was saved, or ``place`` if there is none."""
     given = fields.config.get("_name_or_path")
     name = given.strip("/").rpartition("/")[2] if isinstance(given, str) else ""
-    # Whatever a file says goes to terminals and pages: letters, digits, dots, dashes, slashes.
+    # The name is printed in terminals and on pages, so only letters, digits, dots, dashes and slashes are kept.
     return re.sub(r"[^\w./-]", "_", name or place)[:60]
 
 
 def _dtype(fields: Fields) -> str:
-    """What it was saved in, where plans know it; bfloat16 otherwise, as everybody trains."""
+    """Return the dtype in which the model was saved, or bfloat16 if plans do not know it or the file has none."""
     given = fields.config.get("dtype", fields.config.get("torch_dtype"))
     return given if given in DTYPES else "bfloat16"

@@ -1,7 +1,8 @@
-"""Fields of one ``config.json``: whole numbers, switches, and errors that name the file, the field and the way out.
+"""Config fields: read numbers and switches of a ``config.json`` or of a configuration in memory.
 
-A quantity has several names in Transformers, and each family reads its own: :meth:`Fields.read` takes those, and
-refuses a file that gives the quantity under a name that the family passes over with another value.
+A quantity has several names in Transformers, and each family of models reads only some of them. :meth:`Fields.read`
+takes these names, and refuses a file that gives another value under a name that the family ignores. Errors name the
+file, the field and what to do.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ NUMBERS = "describe the model with --heads, --kv-heads, --head-dim, --hidden and
 
 
 class Fields:
-    """What a file holds, for a family of models."""
+    """The fields of a configuration for models of one family; ``file`` names it in errors, ``family`` is its type."""
 
-    def __init__(self, file: Path, config: Mapping[str, Any], family: str) -> None:
+    def __init__(self, file: Path | str, config: Mapping[str, Any], family: str) -> None:
         self.file, self.config, self.family = file, config, family
 
     def count(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where the field is missing, null or 0."""
+        """Return an integer of at least 1, or None if the field is missing, null or 0."""
         value = self.config.get(name)
         if value is None or value == 0:
             return None
@@ -38,14 +39,14 @@ class Fields:
         return value
 
     def switch(self, name: str, default: bool) -> bool:
-        """True or false, or ``default`` where the field is missing."""
+        """Return a true or false field, or ``default`` if it is missing."""
         value = self.config.get(name, default)
         if not isinstance(value, bool):
             raise ValueError(f"{self.file}: {name} must be true or false; got {value!r:.60}")
         return value
 
     def read(self, names: Sequence[str]) -> int | None:
-        """The quantity under the names that the family reads."""
+        """Return a quantity under the names that the family reads, or None; raise if another name contradicts it."""
         found = next((value for name in names if (value := self.count(name)) is not None), None)
         for name in sorted({alias for group in ALIASES if names[0] in group for alias in group} | set(names)):
             if name in self.config:
@@ -53,7 +54,10 @@ class Fields:
         return found
 
     def agree(self, name: str, value: int | None, instead: str) -> None:
-        """Refuses a field that says something else than the family makes of the file."""
+        """Raise if the field ``name``, which the family does not read, is given with another value than ``value``.
+
+        ``instead`` is the field to write instead.
+        """
         given = self.count(name)
         if given is not None and given != value:
             has = f"take {'none' if value is None else value}"
@@ -63,7 +67,7 @@ class Fields:
             )
 
     def need(self, names: Sequence[str]) -> int:
-        """The quantity, which the file must have."""
+        """Return a quantity under the names that the family reads, or raise if the file does not have it."""
         found = self.read(names)
         if found is None:
             for name in names:
@@ -76,7 +80,7 @@ class Fields:
         return found
 
     def asked(self, name: str, value: str) -> ValueError:
-        """A field that the family has a default for, with what to write."""
+        """Return the error for a missing field for which the family has a default; ``value`` is what to write."""
         return ValueError(
             f"{self.file} has no {name}, and models of the type {self.family[:40]!r} have a default of their own: "
             "write it into the file, "

@@ -1,10 +1,10 @@
-"""Families: what models of a ``model_type`` make of a ``config.json``, by Transformers' own models.
+"""Families: how models of each ``model_type`` use the fields of a ``config.json``, according to Transformers.
 
-A family says how its layers are built where that is no field (two or three matrices of a feed-forward), which names it
-gives its fields, what it makes of a field that a file leaves out, and which fields it does not read whatever a file
-says. Only families are here whose models were compared with what is read of their files
-(tests/models/test_families.py); every other ``model_type`` is refused, so that a new one is never taken for a Llama. A
-field with a default of the family's own is asked for instead of being copied here.
+A family says how its layers are built where no field says so (two or three matrices of a feed-forward), the names of
+its fields, what a missing field means, and which fields it ignores. The table contains only families whose Transformers
+models were compared with what is read from their files (tests/models/test_families.py). Every other ``model_type`` is
+refused, so that a new type is never read as if it were a Llama. Defaults of families are not copied here: the user has
+to write such a field into the file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Experts:
-    """Names of a family's fields for experts; ``dense_first`` is how many first layers have none
-    where the file does not say.
+    """The names of a family's fields for experts.
+
+    ``count``, ``width`` and ``per_token`` are the fields for the number of experts of a layer, their width, and how
+    many a token uses. ``dense_first`` is how many of the first layers have no experts if the file does not say it.
     """
 
     count: tuple[str, ...] = ("num_experts",)
@@ -25,23 +27,24 @@ class Experts:
     shared_count: str | None = None
     shared_width: str | None = None
     always: int | None = None
-    """How many a token uses, where the model has no other number."""
+    """How many experts a token uses, if this number is fixed in the model."""
     dense_first: int | None = None
     sparse_step: bool = False
     """Whether ``mlp_only_layers`` and ``decoder_sparse_step`` say which layers have no experts."""
     kinds: bool = False
-    """Whether ``mlp_layer_types`` says it, before anything else."""
+    """Whether ``mlp_layer_types``, if given, says which layers have no experts, before all other fields."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``.
+    """How models of one ``model_type`` use their fields.
 
-    ``kv_heads``: where the file has none, those of the queries (``heads``) or a default of the family's (``asked``);
-    ``never`` read: those of the queries; ``multi_query`` and ``falcon`` follow switches of those names. ``head_dim``
-    likewise, with ``even`` for hidden / heads. ``windows``: of no layer (``never``), of all, of all but one in
-    ``every`` (``pattern``), of layers from ``max_window_layers`` on (``from``), or of those that ``layer_types`` names
-    and no others (``listed``).
+    ``kv_heads`` says what a file without a number of KV heads means: as many as query heads (``heads``), or a default
+    of the family, which the user is asked to write into the file (``asked``). With ``never`` the field is not read, and
+    there are as many as query heads; ``multi_query`` and ``falcon`` are the rules of GPT BigCode and Falcon, which
+    depend on switches. ``head_dim`` is alike, with ``even`` for hidden / heads. ``windows`` says which layers have a
+    window: none (``never``), all, all but one in ``every`` (``pattern``), those from ``max_window_layers`` on
+    (``from``), or those that ``layer_types`` names (``listed``).
     """
 
     kv_heads: Literal["heads", "asked", "never", "multi_query", "falcon"] = "heads"
@@ -50,20 +53,20 @@ class Family:
     tied: bool = False
     windows: Literal["never", "all", "pattern", "from", "listed"] = "never"
     window_switch: bool = False
-    """Whether windows are there only where ``use_sliding_window`` says so."""
+    """Whether there are windows only if ``use_sliding_window`` is true."""
     window_asked: bool = False
-    """Whether there is a window where the file says nothing of one."""
+    """Whether the family has a window by default, so that a file without ``sliding_window`` is refused."""
     every: int = 0
-    """In a pattern: how many layers have one without a window."""
+    """In a pattern, one of this many consecutive layers has no window."""
     full_first: bool = False
-    """Whether that one is the first of them, and not the last."""
+    """Whether the layer without a window is the first of them, and not the last."""
     every_field: bool = False
-    """Whether ``sliding_window_pattern`` may say another number."""
+    """Whether the field ``sliding_window_pattern`` replaces ``every``."""
     layer_types: bool = False
     """Whether the model reads ``layer_types``."""
     experts: Experts | None = None
     sizes: Literal["new", "gpt", "any"] = "new"
-    """Names of heads, width and layers: num_attention_heads, n_head, or whichever is there."""
+    """The names of the fields for heads, width and layers: num_attention_heads, n_head, or whichever is given."""
     width: str = "intermediate_size"
     fourfold: bool = False
     """Whether a missing width of the feed-forward is four times the hidden size."""
@@ -95,7 +98,7 @@ UNNAMED = Family(
         sparse_step=True,
     ),
 )
-"""A file without a ``model_type``: the names that families share, dense where it has no experts."""
+"""The family of files without a ``model_type``: the names that families share; dense if there are no experts."""
 
 FAMILIES: dict[str, Family] = {
     "": UNNAMED,
@@ -221,4 +224,4 @@ REFUSED = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _STATE),
     **dict.fromkeys(("bert", "roberta", "electra", "modernbert"), "it is an encoder"),
 }
-"""Why a family is not read, where a reason can be given."""
+"""Known types that are refused, and why."""

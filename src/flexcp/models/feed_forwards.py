@@ -1,7 +1,7 @@
-"""The feed-forwards of a ``config.json``: their width, and experts where a family has them.
+"""Feed-forwards: read the width of feed-forwards, and their experts, from a ``config.json``.
 
-A layer is priced as one kind: in models with experts as a layer of experts, the shared ones counted among the active. A
-plain feed-forward (two matrices) is written as a gated one of the same FLOPs.
+All layers are priced alike. In a model with experts, every layer is priced as a layer of experts, and shared experts
+count as active ones. A plain feed-forward (two matrices) is described as a gated one of the same FLOPs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from flexcp.models.config_fields import ALIASES, NUMBERS, Fields
 from flexcp.models.families import Experts, Family
 
 DENSE_PART = 8
-"""Up to this part of a model's layers may have no experts and be priced as if they had."""
+"""Up to one in this many layers may have no experts and be priced as if it had."""
 
 
 class FeedForwards(NamedTuple):
-    """Width of a gated feed-forward, how many of them a token uses, and how many there are in a layer."""
+    """The feed-forwards of a layer: their gated width, how many a token uses, and how many there are."""
 
     width: int
     active: int = 1
@@ -24,7 +24,7 @@ class FeedForwards(NamedTuple):
 
 
 def feed_forwards(fields: Fields, family: Family, hidden: int, layers: int) -> FeedForwards:
-    """Those of one layer."""
+    """Return the feed-forwards of one layer."""
     experts = family.experts
     if experts is None:
         for name in ALIASES[-1]:
@@ -37,6 +37,7 @@ def feed_forwards(fields: Fields, family: Family, hidden: int, layers: int) -> F
 
 
 def _dense(fields: Fields, family: Family, hidden: int) -> FeedForwards:
+    """Return the one feed-forward of a layer without experts."""
     names = [family.width] if family.sizes != "any" else ["intermediate_size", "n_inner"]
     width = fields.read(names)
     if width is None:
@@ -45,6 +46,7 @@ def _dense(fields: Fields, family: Family, hidden: int) -> FeedForwards:
 
 
 def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedForwards:
+    """Return the ``count`` experts of a layer, and its shared experts."""
     width = next((value for name in experts.width if (value := fields.count(name))), None)
     if width is None:
         width = fields.need(experts.width)
@@ -66,7 +68,7 @@ def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedF
 
 
 def _shared(fields: Fields, experts: Experts, width: int) -> int:
-    """Shared experts, counted as experts of the common width."""
+    """Return the number of shared experts, as experts of the common ``width``."""
     for name in (experts.shared_count, experts.shared_width):
         if fields.family and name is not None and name not in fields.config:
             raise fields.asked(name, "0 if there is none")
@@ -82,7 +84,7 @@ def _shared(fields: Fields, experts: Experts, width: int) -> int:
 
 
 def _layers_without(fields: Fields, experts: Experts, layers: int) -> int:
-    """How many layers have no experts."""
+    """Return how many layers have no experts."""
     kinds = fields.config.get("mlp_layer_types") if experts.kinds else None
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:

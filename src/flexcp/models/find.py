@@ -1,11 +1,11 @@
-"""Models by name: shapes and sizes of transformers people train, as far as planning and simulation need them.
+"""Find: models by name, with the sizes that planning and simulation need.
 
-A model is named by a preset, or by the path of a Hugging Face ``config.json`` (or of its folder); :func:`make_model`
-makes one of numbers alone. Nothing is downloaded: a hub's name is refused.
+A name is that of a preset, or the path of a Hugging Face ``config.json`` or of its folder. :func:`make_model` makes a
+model from numbers alone. Nothing is downloaded: the name of a model on the Hugging Face hub is refused.
 
-Sizes are from the models' published configurations (Llama 3, Qwen3, Qwen2.5-VL). ``gpt-8b`` is our reading of DCP's
-end-to-end model: Llama's width, layers and heads with a plain feed-forward of four times the width (two matrices,
-written here as a gated one of the same FLOPs).
+Sizes are from the published configurations of the models (Llama 3, Qwen3, Qwen2.5-VL). ``gpt-8b`` is our reading of
+DCP's end-to-end model: width, layers and heads of Llama with a plain feed-forward of four times the width (two
+matrices, described here as a gated one of the same FLOPs).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexcp.models.preset import Preset
 from flexcp.shape import Shape
 
 NEAR = 0.8
-"""How much of a name must be a known one's for that to be suggested."""
+"""How similar (0 to 1) an unknown name must be to a preset's for that to be suggested."""
 
 
 def _preset(
@@ -34,6 +34,7 @@ def _preset(
     active: int = 1,
     experts: int = 1,
 ) -> Preset:
+    """Make a preset with heads of size 128."""
     return Preset(
         Model(name, hidden, layers, feed_forward, active), Shape(heads, kv_heads, 128, 128), vocabulary, experts
     )
@@ -52,7 +53,7 @@ PRESETS = {
 
 
 def find_model(name: str) -> Preset:
-    """The preset of that name, or the model of a ``config.json`` or of a folder with one."""
+    """Return the preset with a name, or the model of a ``config.json`` or of a folder with one."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name).expanduser()
@@ -62,7 +63,7 @@ def find_model(name: str) -> Preset:
 
 
 def make_model(heads: int, kv_heads: int, head_dim: int, hidden: int | None, layers: int) -> Preset:
-    """A dense model of these sizes, with a gated feed-forward of 3.5 times the width and Llama 3's vocabulary."""
+    """Make a dense model of these sizes, with a gated feed-forward of 3.5 times the width and Llama 3's vocabulary."""
     shape = Shape(heads, kv_heads, head_dim, head_dim)
     width = dense_model(shape).hidden if hidden is None else hidden
     name = f"a model of {layers} layers of {width}"
@@ -70,6 +71,7 @@ def make_model(heads: int, kv_heads: int, head_dim: int, hidden: int | None, lay
 
 
 def _way_out(name: str) -> str:
+    """Return the end of an error message for an unknown model: what to write instead."""
     known = f"give the path of its config.json or of the folder with it, or one of {', '.join(PRESETS)}"
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         return f"there is no such file or folder; {known}"
@@ -80,7 +82,7 @@ def _way_out(name: str) -> str:
 
 
 def _nearest(name: str) -> str | None:
-    """A preset that differs by a slip, not by its size: another size is another model."""
+    """Return a preset with nearly the same name, or None; a name with another size means another model."""
     word = name.lower()
     sizes = set(_sizes(word))
     near = {known for known in PRESETS if not sizes or sizes == set(_sizes(known))}
@@ -88,5 +90,5 @@ def _nearest(name: str) -> str | None:
 
 
 def _sizes(name: str) -> list[str]:
-    """The sizes in a model's name: 30b and a3b of qwen3-30b-a3b."""
+    """Return the sizes in the name of a model: 30b and a3b of qwen3-30b-a3b."""
     return re.findall(r"a?\d+(?:\.\d+)?b\b", name)

@@ -1,6 +1,4 @@
-"""Which layers of a ``config.json`` see a window: by its ``layer_types``,
-or by what its family makes of a file without them.
-"""
+"""Layer windows: find which layers of a ``config.json`` have a window, from its ``layer_types`` or from its family."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def layer_windows(fields: Fields, family: Family, layers: int) -> tuple[tuple[int, int], ...]:
-    """(keys, layers) of the layers that see a window only."""
+    """Return (keys, number of layers) of the layers with a window; empty if there are none."""
     keys = fields.count("sliding_window")
     if family.windows == "never":
         fields.agree("sliding_window", None, "no window")
@@ -38,7 +36,7 @@ def layer_windows(fields: Fields, family: Family, layers: int) -> tuple[tuple[in
 
 
 def _check_window(fields: Fields, family: Family, keys: int | None) -> None:
-    """Refuses what a family makes a window of although the file does not seem to have one."""
+    """Raise if the family would use a window although the file does not clearly say so."""
     on = not family.window_switch or fields.switch("use_sliding_window", False)
     if on and fields.config.get("sliding_window") == 0:
         raise ValueError(f'{fields.file} has sliding_window 0; write "sliding_window": null where layers see all keys')
@@ -59,18 +57,19 @@ def _check_window(fields: Fields, family: Family, keys: int | None) -> None:
 
 
 def _check_kinds(fields: Fields, kinds: object, layers: int) -> None:
+    """Raise unless ``kinds`` is a list with a known kind for each layer."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ValueError(f"{fields.file}: layer_types must be a list with a kind for each of the {layers} layers")
     unknown = sorted({str(kind)[:40] for kind in kinds if kind not in KINDS})
     if unknown:
         raise NotImplementedError(
-            f"{fields.file} has layers of kind {', '.join(unknown)[:200]}; attention is known of {' and '.join(KINDS)} "
-            "only"
+            f"{fields.file} has layers of kind {', '.join(unknown)[:200]}; only {' and '.join(KINDS)} are read from a "
+            "file"
         )
 
 
 def _unwritten(fields: Fields, family: Family, layers: int, keys: int | None) -> list[str]:
-    """Kinds of layers of a file that does not say them."""
+    """Return the kinds of layers that the family uses for a file without ``layer_types``."""
     full, window = KINDS
     if keys is None or family.windows == "never":
         return [full] * layers
@@ -92,6 +91,7 @@ def _unwritten(fields: Fields, family: Family, layers: int, keys: int | None) ->
 
 
 def _unsaid(fields: Fields, keys: int, name: str) -> ValueError:
+    """Return the error for a file with a window that lacks the field ``name``, which says for which layers it is."""
     return ValueError(
         f"{fields.file} has sliding_window {keys} but no {name}, of which models of the type {fields.family!r} have a "
         "default: write it, or layer_types, into the file, or save the file with config.save_pretrained(folder)"

@@ -1,4 +1,4 @@
-"""A model as far as planning and simulation need it: sizes of its layers, its attention, the windows of its layers."""
+"""Preset: the sizes of a model that planning and simulation need: its layers, its attention, the windows of layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with its attention shape; ``experts`` are all of a layer's feed-forwards, of which a token uses some.
+    """A model with its attention shape.
 
-    ``windows`` are (keys, layers) of the layers that see no more than so many keys; all other layers are causal. A
-    ``tied`` model has one matrix of its vocabulary for embedding and head.
+    ``experts`` is the number of feed-forwards of a layer, of which a token uses some. ``windows`` are (keys, number of
+    layers) of the layers with a window of that many keys; all other layers are causal. A ``tied`` model has one matrix
+    for embedding and head.
     """
 
     model: Model
@@ -25,7 +26,7 @@ class Preset:
     tied: bool = False
 
     def masks(self, mask: Mask | None = None) -> dict[str, tuple[Mask, int]]:
-        """The masks of the layers with their counts, for a batch: the model's own, or ``mask`` in all of them."""
+        """Return the masks of the layers with their layer counts: the model's own, or ``mask`` in all layers."""
         if mask is not None or not self.windows:
             return {"mask": (causal() if mask is None else mask, self.model.layers)}
         full = self.model.layers - sum(layers for _, layers in self.windows)
@@ -36,22 +37,22 @@ class Preset:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer: projections and all feed-forwards."""
+        """The number of weights of one layer: projections and all feed-forwards."""
         model, shape = self.model, self.shape
         projections = model.hidden * (shape.heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
         return projections + 3 * model.hidden * model.feed_forward * self.experts
 
     @property
     def parameters(self) -> int:
-        """Weights of all layers, the embedding and the head."""
+        """The number of weights of all layers, the embedding and the head."""
         return self.model.layers * self.layer_parameters + self.vocabulary_parameters
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Weights of the embedding and the head."""
+        """The number of weights of the embedding and the head."""
         return (1 if self.tied else 2) * self.vocabulary * self.model.hidden
 
     @property
     def head_flops_per_token(self) -> int:
-        """Forward FLOPs of one token in the vocabulary's projection."""
+        """The forward FLOPs of one token in the projection to the vocabulary."""
         return 2 * self.vocabulary * self.model.hidden

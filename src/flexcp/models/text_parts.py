@@ -1,9 +1,9 @@
-"""The text model inside a ``config.json`` of a model with images around it.
+"""Text parts: find the text model in the ``config.json`` of a model that combines text with images.
 
-Such a file has the text model's fields in ``text_config``. Of which type that is where it does not say, and which of
-two ``tie_word_embeddings`` counts, differs between the outer types: those that are here were compared with
-Transformers' own models, and all others are refused. The text model of any of them can be saved and read as a file of
-its own.
+Such a file has the fields of the text model in ``text_config``. The outer ``model_type`` decides which type the text
+model has if ``text_config`` does not say it, and which of two ``tie_word_embeddings`` counts. The types in ``OUTER``
+were compared with Transformers' own models; all others are refused. The text model of any type can be saved and read as
+a file of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from flexcp.models.families import FAMILIES, REFUSED
 
 @dataclass(frozen=True)
 class Outer:
-    """One ``model_type`` with a text model inside."""
+    """A ``model_type`` that contains a text model."""
 
     text: str
-    """The type of its text model, where that does not say."""
+    """The type of the text model if ``text_config`` does not say it."""
     fixed: bool = False
-    """Whether it is that one whatever the text model says."""
+    """Whether the text model has this type even if ``text_config`` names another."""
     tied: bool = False
-    """Whether embedding and head are one matrix, where the outer file does not say."""
+    """Whether embedding and head are one matrix if the outer file does not say it."""
     inner_ties: bool = False
-    """Whether they also are where only the text model says so."""
+    """Whether ``tie_word_embeddings`` in ``text_config`` also counts."""
     flat: bool = False
-    """Whether the fields may stand in the outer file, without a ``text_config``."""
+    """Whether the fields may be in the outer file, without a ``text_config``."""
 
 
 OUTER = {
@@ -51,11 +51,11 @@ OUTER = {
     "smolvlm": Outer("llama"),
 }
 AROUND = ("dtype", "torch_dtype", "_name_or_path", "is_encoder_decoder")
-"""What a text model takes from the file around it where it does not say it itself."""
+"""The fields that a text model takes from the outer file if ``text_config`` does not have them."""
 
 
 def text_part(file: Path, values: Mapping[str, Any]) -> Fields:
-    """The fields of a file's text model, which is the file itself where it has no other around it."""
+    """Return the fields of the text model of a file; for a plain text model these are the fields of the file itself."""
     kind, inner = _kind(values), values.get("text_config")
     outer = OUTER.get(kind)
     if inner is None and (outer is None or outer.flat):
@@ -82,5 +82,6 @@ def text_part(file: Path, values: Mapping[str, Any]) -> Fields:
 
 
 def _kind(values: Mapping[str, Any]) -> str:
+    """Return the ``model_type`` of a config, or an empty text if it has none."""
     kind = values.get("model_type", "")
     return kind if isinstance(kind, str) else ""

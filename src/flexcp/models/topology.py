@@ -1,9 +1,8 @@
-"""Topology: what context parallelism sees of a machine and a model once tensor
-and pipeline parallelism have taken their part.
+"""Topology: the ranks, heads and layers that context parallelism has under tensor and pipeline parallelism.
 
-GPUs are numbered node by node and divided as Megatron-Core and torchtitan divide them: tensor parallelism takes
-neighbours inside a node, pipeline stages are the outermost division, and everything between them is one pool of
-context-parallel (and data-parallel) ranks.
+GPUs are numbered node by node and divided as in Megatron-Core and torchtitan: a tensor-parallel group is neighbouring
+GPUs of a node, pipeline stages are the outermost division, and in between is one pool of context-parallel (and
+data-parallel) ranks.
 
     h100:4x8 under tp=8        node 0  [0 1 2 3 4 5 6 7]   a tensor-parallel group is one rank of the pool:
                                node 1  [8 ...       15]    4 ranks, one a node, each with 1/8 of the heads
@@ -11,10 +10,10 @@ context-parallel (and data-parallel) ranks.
 
 - *Ranks.* GPU t of every tensor-parallel group is in pool t, and all pools run the same plan on their own heads at the
   same time. So a rank of the plan stands for one GPU with its own port: bandwidth and latency stay those of one GPU,
-  also where the ports of a preset are shares of a node's network cards. What one GPU is slower by, its whole group and
-  all stages wait for: a rank is as fast as the slowest of them.
-- *Heads.* Query heads are divided evenly. So are KV heads; where there are fewer of them than tensor-parallel ranks
-  each has a copy of one.
+  even if the ports of a preset are shares of a node's network cards. A tensor-parallel group and all stages wait for
+  their slowest GPU, so a rank is as fast as the slowest GPU it stands for.
+- *Heads.* Query heads are divided evenly, and so are KV heads. If there are fewer KV heads than tensor-parallel ranks,
+  each rank has a copy of one.
 - *Other layers.* Projections and feed-forwards are divided by ``tp``, layers by ``pp``. All stages run the same plan.
 - *Experts.* Expert parallelism places feed-forwards on ranks that all do attention, so it changes neither ranks nor
   heads.
@@ -35,7 +34,7 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class Topology:
-    """A cluster of context-parallel ranks, the heads that each has, and what the other layers cost it."""
+    """The cluster of context-parallel ranks, the attention shape of a rank, and its part of the model."""
 
     cluster: Cluster
     shape: Shape
@@ -43,7 +42,7 @@ class Topology:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of :class:`flexcp.Planner`: ``Planner(**topology(...).arguments)``."""
+        """The arguments for a :class:`flexcp.Planner`: ``Planner(**topology(...).arguments)``."""
         shape = self.shape
         return {
             "heads": shape.heads,
@@ -58,11 +57,11 @@ class Topology:
 
 
 def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: int = 1, pp: int = 1) -> Topology:
-    """What context parallelism sees of ``cluster``'s GPUs and a model's heads under tensor and pipeline parallelism.
+    """Return the ranks, heads and layers that context parallelism has under tensor and pipeline parallelism.
 
-    ``cluster`` counts GPUs, ``shape`` all heads of the model. ``tp=8`` leaves one context-parallel rank on a node of 8,
-    with an eighth of the heads; KV heads fewer than ``tp`` are replicated, one for each rank. A division that does not
-    come out even is refused.
+    ``cluster`` counts all GPUs, and ``shape`` all heads of the model. ``tp=8`` leaves one context-parallel rank on a
+    node of 8 GPUs, with an eighth of the heads; if there are fewer KV heads than ``tp``, each rank has a copy of one.
+    Uneven divisions are refused.
 
     >>> from flexcp.clusters import cluster
     >>> found = topology(cluster("h100:4x8"), Shape(32, 8, 128, 128), tp=8)
@@ -74,7 +73,7 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
     if model is not None:
         stages = [n for n in _divisors(cluster.ranks) if _divides_cluster(cluster, n) and model.layers % n == 0]
         divided: Model | None = _divided_model(model, tp, pp, stages)
-    else:  # the model that planning assumes is made of all heads, so it must be made before they are divided
+    else:  # the default model depends on the number of all heads, so it is made before they are divided
         divided = _divided_model(dense_model(shape), tp, 1) if tp > 1 else None
     nodes, gpus = _stage(cluster, pp, 0 if model is None else model.layers)
     fits = [n for n in _divisors(gpus) if _divides_heads(shape, n)]
@@ -88,11 +87,10 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
 
 
 def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Preset:
-    """A model as one rank has it: its heads, its part of each layer and of the vocabulary, the layers of its stage,
-    its experts.
+    """Return the part of a model that one rank has: heads, its part of each layer and of the vocabulary, and experts.
 
-    Of stages that differ it is the slowest: the one with the most layers without a window, and with the vocabulary's
-    projection.
+    If pipeline stages differ, it is the slowest stage: the one with the most layers without a window, and with the
+    projection to the vocabulary.
     """
     _check_degree("ep", ep)
     if preset.experts % ep:
@@ -113,12 +111,16 @@ def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> 
 
 
 def _divides_cluster(cluster: Cluster, pp: int) -> bool:
+    """Return whether ``pp`` stages are whole nodes or equal parts of a node."""
     nodes, each = cluster.nodes, cluster.ranks_per_node
     return nodes % pp == 0 or (pp % nodes == 0 and each % (pp // nodes) == 0)
 
 
 def _stage(cluster: Cluster, pp: int, layers: int) -> tuple[int, int]:
-    """(nodes of a stage, its GPUs on each); ``layers`` are the model's, or 0, for the degrees to name."""
+    """Return (nodes of a stage, its GPUs on each node), or raise if ``pp`` does not divide the cluster.
+
+    The error lists the degrees that divide the cluster and the ``layers`` of the model (0: not known).
+    """
     nodes, each = cluster.nodes, cluster.ranks_per_node
     if not _divides_cluster(cluster, pp):
         fits = [n for n in _divisors(cluster.ranks) if _divides_cluster(cluster, n) and layers % n == 0]
@@ -131,7 +133,7 @@ def _stage(cluster: Cluster, pp: int, layers: int) -> tuple[int, int]:
 
 
 def _divided_cluster(cluster: Cluster, tp: int, pp: int, nodes: int, ranks_per_node: int) -> Cluster:
-    """A stage as its context-parallel ranks see it, each as fast as the slowest GPU it stands for."""
+    """Return the cluster of the context-parallel ranks of a stage, each as fast as the slowest GPU it stands for."""
     speeds = cluster.speeds
     if speeds:
         slowest = np.array(speeds).reshape(pp, -1, tp).min(axis=(0, 2))
@@ -140,7 +142,10 @@ def _divided_cluster(cluster: Cluster, tp: int, pp: int, nodes: int, ranks_per_n
 
 
 def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shape:
-    """A rank's heads; ``fits`` are the degrees to name where ``tp`` does not divide them, all that do unless given."""
+    """Return the shape of a rank's heads, or raise if ``tp`` does not divide the heads.
+
+    The error lists the degrees ``fits``, by default all that divide the heads.
+    """
     if not _divides_heads(shape, tp):
         fits = fits or [n for n in _divisors(shape.heads) if _divides_heads(shape, n)]
         raise ValueError(
@@ -151,11 +156,15 @@ def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shap
 
 
 def _divides_heads(shape: Shape, tp: int) -> bool:
+    """Return whether ``tp`` divides query and KV heads evenly, or a rank has a copy of one KV head."""
     return shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
 
 
 def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None) -> Model:
-    """``fits`` are the stages to name where ``pp`` does not divide the layers, all that do unless given."""
+    """Return a rank's part of the model, or raise if ``pp`` does not divide the layers.
+
+    The error lists the numbers of stages ``fits``, by default all that divide the layers.
+    """
     if model.layers % pp:
         raise ValueError(
             f"pp={pp} does not divide the {model.layers} layers of {model.name}; equal stages need one of "
@@ -165,9 +174,11 @@ def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None
 
 
 def _divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _check_degree(name: str, value: int) -> None:
+    """Raise unless a degree of parallelism is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is over how many ranks to divide, a whole number of at least 1; got {value!r}")

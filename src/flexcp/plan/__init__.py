@@ -1,1 +1,1 @@
-"""The plan as data: placement, programs, rounds, memory, its check, its file and its text."""
+"""Plans as data: placement, programs, rounds and memory; checking a plan, saving it to a file, printing it."""

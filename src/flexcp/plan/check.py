@@ -1,12 +1,12 @@
-"""Check: execute a plan symbolically, in both directions, and refuse it when an invariant breaks.
+"""Check: execute a plan symbolically, forward and backward, and raise if it breaks an invariant.
 
-Tokens are cut into *atoms*: the largest runs of one owner that no region, piece or run divides. On atoms everything is
-exact and small. The state of a pass is, for every rank, head range and atom, the stage in which it arrived, and for
-outputs a sum of random 64-bit labels, one per contributing rank: a result is complete and nothing counted twice exactly
-when the sum of labels is the sum over its contributors (wrong with probability 2**-64).
+Tokens are cut into *atoms*: the largest ranges of one owner's tokens that no region, piece or run divides. Atoms make
+the check exact and keep its arrays small. For every rank, head range and atom, the state of a pass is the stage in
+which the atom arrived and, for outputs, a sum of random 64-bit labels, one per contributing rank. A result is complete
+and counts nothing twice exactly when its sum is the sum over all contributors (up to a probability of 2**-64).
 
-This file shares no code with the scheduler beyond the tables themselves, and in which slot work runs it finds without
-:mod:`flexcp.plan.slots`, which everybody else asks: a mistake there must not hide itself.
+This file shares only the tables with the scheduler. It also does not use :mod:`flexcp.plan.slots`, from which the other
+modules learn in which slot work runs, so that it can find a mistake made there.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from flexcp.shape import QUERY_SIDED, Kind
 Ints = NDArray[np.int64]
 NEVER = 1 << 30
 MOST_CELLS = 1 << 22
-"""Cells of a document's rows, keys and heads that are counted at once."""
+"""The most cells (rows x keys x heads) of a document that are counted in one array."""
 
 
 class PlanError(ValueError):
-    """A plan that would compute something wrong, twice, not at all, or hang."""
+    """A plan that would hang, or compute something wrongly, twice or not at all."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -41,7 +41,7 @@ def check_plan(plan: Plan) -> None:
     _check_runs(placement)
     _require(
         len(placement.batch.masks) == len(placement.regions) == len(plan.programs),
-        "not one program and set of regions per mask",
+        "there must be one program and one set of regions per mask",
     )
     for number, programs in enumerate(plan.programs):
         _check_work(plan, number)
@@ -51,11 +51,13 @@ def check_plan(plan: Plan) -> None:
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:
+    """Raise a :class:`PlanError` with the message unless the condition holds."""
     if not condition:
         raise PlanError(message)
 
 
 def _check_runs(placement: Placement) -> None:
+    """Raise unless the runs cover the stream exactly once and are listed rank by rank."""
     runs = placement.runs
     _require(
         len(runs) == 0 or (runs.rank.min() >= 0 and runs.rank.max() < placement.ranks), "a run's rank does not exist"
@@ -69,7 +71,7 @@ def _check_runs(placement: Placement) -> None:
 
 
 def _check_work(plan: Plan, number: int) -> None:
-    """Every allowed (query, key, head) lies in exactly one region."""
+    """Raise unless every allowed (query, key, head) under mask ``number`` lies in exactly one region."""
     batch, mask, regions = plan.batch, plan.batch.masks[number], plan.placement.regions[number]
     _require(bool(np.all((regions.rank >= 0) & (regions.rank < plan.ranks))), "a region's rank does not exist")
     _require(bool(np.all((regions.h0 >= 0) & (regions.h1 <= plan.shape.heads))), "a region's heads do not exist")
@@ -81,8 +83,10 @@ def _check_work(plan: Plan, number: int) -> None:
 
 
 def _check_document(mask: LayerMask, document: int, length: int, head_count: int, regions: Regions) -> None:
-    """How often each cell between the edges of regions is computed, a band of rows at a time,
-    so that memory does not grow with them.
+    """Raise unless the regions of a document compute every allowed (query, key, head) exactly once.
+
+    The edges of the regions cut the document into cells. The cells are counted for a band of rows at a time, to limit
+    memory.
     """
     rows = _edges(regions.q0, regions.q1, length)
     keys = _edges(regions.k0, regions.k1, length)
@@ -101,7 +105,8 @@ def _check_document(mask: LayerMask, document: int, length: int, head_count: int
         meets = (spans[0] < top + band) & (spans[1] > top)
         for q0, q1, k0, k1, h0, h1 in spans[:, meets].T.tolist():
             count[max(q0 - top, 0) : q1 - top, k0:k1, h0:h1] += 1
-        # Neighbouring cells that are not computed once are asked together: most are where the mask allows nothing.
+        # Neighbouring cells that are not computed exactly once are looked up in the mask together: in most of them it
+        # allows nothing.
         border = np.diff(np.any(count != 1, axis=2).astype(np.int8), axis=1, prepend=0, append=0)
         (row, first), last = np.nonzero(border == 1), np.nonzero(border == -1)[1]
         asked = np.full(len(row), document), rows[top + row], rows[top + row + 1], keys[first], keys[last]
@@ -118,18 +123,24 @@ def _check_document(mask: LayerMask, document: int, length: int, head_count: int
 
 
 def _kept_keys(forward: Program) -> Transfers:
-    """The key pieces of the forward, as if each arrived one stage earlier."""
+    """Return the key pieces of the forward, each one stage earlier: kept keys are there that early in the backward."""
     keys = forward.transfers.take(forward.transfers.kind == Kind.KV)
     return replace(keys, stage=keys.stage - 1)
 
 
 def _edges(low: Ints, high: Ints, size: int) -> Ints:
+    """Return all ends of ranges in 0..size, with 0 and ``size``, in ascending order and each once."""
     return np.unique(np.concatenate([low, high, [0, size]]))
 
 
 @dataclass
 class _Side:
-    """Query side or key side of a pass: arrays over [rank, elementary head range, atom]."""
+    """The state of the queries or of the keys in a pass: arrays over [rank, head range, atom].
+
+    Head ranges lie between neighbouring ``borders``, so that no piece divides one. ``arrived`` is the stage in which an
+    atom arrived, ``complete`` the last slot that computes its result, ``labels`` the labels of the results that a rank
+    holds, ``home`` those that the owner has received, ``expected`` those that the owner must receive in the end.
+    """
 
     borders: Ints
     arrived: Ints
@@ -142,16 +153,17 @@ class _Side:
     sent: NDArray[np.bool_]
 
     def reorder(self, atoms: Ints) -> None:
-        """Put what work touches into another order of atoms."""
+        """Reorder the atoms of the arrays that :meth:`_SymbolicPass._compute` uses."""
         self.arrived, self.complete = self.arrived[:, :, atoms], self.complete[:, :, atoms]
         self.read = self.read[:, :, atoms]
 
 
 class _SymbolicPass:
+    """One pass (a mask in one direction), executed symbolically; messages begin with ``where``."""
+
     def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
         self.plan, self.program, self.where = plan, program, where
-        # What leaves in a stage must be there in the slot that posts it; one slot ahead of its use, unless the plan
-        # says more.
+        # A piece sent in a stage must be there in the slot that posts the stage: at least one slot before the stage.
         self.posted = [stage - max(int(ahead), 1) for stage, ahead in enumerate(program.execution.ahead)]
         self.pieces = program.transfers
         if program.keys_kept:
@@ -167,7 +179,7 @@ class _SymbolicPass:
         self.sides = [self._side(True), self._side(False)]
 
     def _make_atoms(self) -> None:
-        """Atoms in the order (owner, kept position); ``edge`` is each atom's owner x width + kept start."""
+        """Cut the tokens into atoms, sorted by owner and kept order; ``edge`` is owner x width + first kept token."""
         placement, t = self.placement, self.pieces
         self.width = placement.stream + 1
         begin = self.plan.batch.starts[self.regions.document[self.region]]
@@ -183,11 +195,12 @@ class _SymbolicPass:
         self.owner = self.edge // self.width
 
     def _atoms(self, owner: int, start: int, stop: int) -> slice:
+        """Return the range of atoms of the tokens ``start..stop`` of an owner."""
         low, high = np.searchsorted(self.edge, [owner * self.width + start, owner * self.width + stop])
         return slice(int(low), int(high))
 
     def _stream_order(self) -> tuple[Ints, Ints]:
-        """The atoms in the order of the stream, and where on it each of these begins."""
+        """Return the atoms in stream order, and the stream token at which each of them begins."""
         kept = self.placement.kept
         at_home = kept.rank * self.width + kept.local
         low, high = (np.searchsorted(self.edge, at) for at in (at_home, at_home + kept.stop - kept.start))
@@ -196,6 +209,7 @@ class _SymbolicPass:
         return atoms, kept.start[run] + self.edge[atoms] - at_home[run]
 
     def _side(self, queries: bool) -> _Side:
+        """Return the state of the query side or of the key side before the pass."""
         shape, regions = self.plan.shape, self.regions
         h0, h1 = (regions.h0, regions.h1) if queries else shape.kv_range(regions.h0, regions.h1)
         t = self.pieces
@@ -220,7 +234,7 @@ class _SymbolicPass:
         )
 
     def run(self, backward: bool) -> None:
-        """Inputs arrive, work is done, outputs go home."""
+        """Execute the pass: inputs arrive, work is done, outputs go home. Raise if an invariant breaks."""
         t = self.program.transfers
         self._require(
             0 <= self.program.own_stage < self.program.stages, "own tokens enter in a stage that does not exist"
@@ -247,31 +261,34 @@ class _SymbolicPass:
                 self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
 
     def _require_home_when_held(self) -> None:
-        """Only results that stay where they are computed may wait: those of own rows and own keys,
-        where these never travel home.
+        """Raise if work is held back whose results another rank waits for.
+
+        Only work of a rank on its own rows and own keys may be held, and only if these results do not travel.
         """
         held = self.program.held
-        self._require(len(held) in (0, self.plan.ranks), "not one share of held work per rank")
+        self._require(len(held) in (0, self.plan.ranks), "there must be one share of held work per rank, or none")
         self._require(
             all(0 <= share <= 1000 for share in held), "a share of held work is not between 0 and 1000 per mille"
         )
         stay = self.placement.traffic.kind == "needed" and not self.placement.assemble_own
-        self._require(stay or not any(held), "work is held whose results others wait for")
+        self._require(stay or not any(held), "held work has results that other ranks wait for")
 
     def _require_cells(self) -> None:
-        """Every number of the table names something that exists."""
+        """Raise if a transfer names a rank, token or head that does not exist."""
         t, ranks = self.program.transfers, self.plan.ranks
         for name in ("source", "target", "owner"):
             column = getattr(t, name)
             self._require(((column >= 0) & (column < ranks)).all(), f"a transfer's {name} does not exist")
-        self._require((t.start >= 0).all() and (t.start < t.stop).all(), "an impossible piece")
-        self._require((t.stop <= self.placement.tokens[t.owner]).all(), "an impossible piece")
+        self._require((t.start >= 0).all() and (t.start < t.stop).all(), "a piece has no tokens")
+        self._require(
+            (t.stop <= self.placement.tokens[t.owner]).all(), "a piece has tokens that its owner does not keep"
+        )
         heads = np.where(np.isin(t.kind, QUERY_SIDED), self.plan.shape.heads, self.plan.shape.kv_heads)
         self._require(((t.h0 >= 0) & (t.h0 < t.h1) & (t.h1 <= heads)).all(), "a transfer's heads do not exist")
         self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
 
     def _require_whole_relays(self) -> None:
-        """What is forwarded is exactly a piece that arrived."""
+        """Raise if a rank forwards an input that did not arrive there as exactly this piece."""
         for kind in (Kind.Q, Kind.KV):
             rows = self._rows(kind)
             known = {(r[2], *r[3:]) for r in rows}
@@ -280,7 +297,7 @@ class _SymbolicPass:
                 self._require(known_here, f"rank {source} forwards a piece of rank {owner} that never arrived as such")
 
     def _require_known_pieces(self, kind: Kind, arrived_as: Kind) -> None:
-        """An output passes only through ranks that received exactly its piece, or keep it."""
+        """Raise if an output passes through a rank that neither received its piece as an input nor keeps it."""
         known = {(r[2], *r[3:]) for r in self._rows(arrived_as)}
         for _, source, target, owner, *piece in self._rows(kind):
             for rank in (source, target):
@@ -289,19 +306,19 @@ class _SymbolicPass:
                 self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
     def _require_kept_keys(self, backward: bool) -> None:
-        """Keys are kept for a backward, and do not travel there;
-        nobody keeps what it would have to put in order first.
-        """
+        """Raise if keys are kept for a forward, travel although they are kept, or would have to be assembled first."""
         if self.program.keys_kept:
             self._require(backward, "a forward has no keys that were kept")
             self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
-            self._require(not self.placement.assemble_own, "keys are kept that have to be assembled")
+            self._require(not self.placement.assemble_own, "keys that have to be assembled cannot be kept")
 
     def _rows(self, kind: Kind) -> list[tuple[int, ...]]:
+        """Return (stage, source, target, owner, start, stop, h0, h1) of the pieces of one kind."""
         t = self.pieces
         return [tuple(r) for r in t.take(t.kind == kind).matrix()[[0, 1, 2, 4, 5, 6, 7, 8]].T.tolist()]
 
     def _receive(self, kinds: list[Kind]) -> None:
+        """Let the inputs arrive, stage by stage; raise if one is forwarded too early or received twice."""
         for kind in kinds:
             side = self.sides[0 if kind in QUERY_SIDED else 1]
             rows = sorted(self._rows(kind))
@@ -324,13 +341,14 @@ class _SymbolicPass:
                     side.arrived[target, heads, atoms] = stage
 
     def _compute(self) -> None:
-        """Work runs in the slot where its rows and keys are there;
-        its rows and keys are complete no later than that.
+        """Do all work, each in the first slot in which its rows and keys are there, and label its results.
+
+        ``complete`` becomes the last slot in which a rank works on an atom.
         """
         shape, regions = self.plan.shape, self.regions
         labels = np.random.default_rng(0).integers(1, 1 << 63, self.plan.ranks).astype(np.uint64)
         begin = self.plan.batch.starts[regions.document[self.region]]
-        # Rows and keys of a slice are neighbours on the stream, so in the stream's order its atoms are one range.
+        # The rows of a slice are a range of the stream, and so are its keys: in stream order their atoms are a range.
         atoms, position = self._stream_order()
         for side in self.sides:
             side.reorder(atoms)
@@ -359,12 +377,13 @@ class _SymbolicPass:
             side.labels[:] = np.where(side.read, labels[:, None, None], np.uint64(0))
             side.expected[:] = side.labels.sum(axis=0, dtype=np.uint64)
             if not self.placement.assemble_own:
-                # A rank's results for its own tokens are at home where they are computed.
+                # A rank's results for its own tokens do not travel.
                 every = np.arange(len(self.edge))
                 side.home[:] = side.labels[self.owner, :, every].T
                 side.labels[self.owner, :, every] = 0
 
     def _return(self, side: _Side, kind: Kind) -> None:
+        """Send the outputs of one kind home, stage by stage; raise unless each arrives complete and once."""
         t = self.program.transfers
         rows = t.take(t.kind == kind).matrix().T.tolist()
         for stage in sorted({r[0] for r in rows}):
@@ -396,8 +415,8 @@ class _SymbolicPass:
                     side.home[heads, atoms] += value
                 else:
                     side.labels[target, heads, atoms] += value
-                    # What comes in with this stage may leave with one that is posted in its slot, as if computed in the
-                    # one before.
+                    # A result that arrives in this stage may leave in the stage that slot ``stage`` posts, as if it had
+                    # been computed in slot ``stage - 1``.
                     whole = side.complete[target, heads, atoms]
                     side.complete[target, heads, atoms] = np.maximum(whole, stage - 1)
         self._require((side.home == side.expected).all(), f"{kind.name} does not come home whole and once")
@@ -405,8 +424,10 @@ class _SymbolicPass:
 
     @staticmethod
     def _heads(side: _Side, h0: int, h1: int) -> slice:
+        """Return the head ranges of a side that make up the heads ``h0..h1``."""
         low, high = np.searchsorted(side.borders, [h0, h1])
         return slice(int(low), int(high))
 
     def _require(self, condition: bool | np.bool_, message: str) -> None:
+        """Raise a :class:`PlanError` that names the mask and direction unless the condition holds."""
         _require(condition, f"{self.where}: {message}")

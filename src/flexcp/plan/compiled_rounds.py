@@ -1,13 +1,12 @@
-"""Loops of rounds: messages cut into chunks, and chunks coloured into as many rounds
-as the busiest port has of them, compiled.
+"""Compiled loops of rounds: cut messages into chunks, and assign chunks to rounds by edge colouring.
 
-Chunks are the edges of a bipartite multigraph from senders to receivers; a colour is a round, in which nobody sends or
-receives twice. As many colours as the busiest vertex has edges are always enough (Koenig): an edge whose ends have no
-free colour in common swaps two colours along a path, and then has one.
+Chunks are the edges of a bipartite multigraph from senders to receivers. A colour is a round: no two edges of a colour
+share a sender or a receiver. By Koenig's theorem, as many colours are enough as the busiest vertex has edges: if the
+ends of an edge have no free colour in common, swapping two colours along a path frees one.
 
-Edges come with the largest first and take the oldest colour that both ends have free. So a colour holds edges of
-similar size, and the sum of the colours' largest edges stays near the least there is. Swaps take the newest colours,
-which hold the smallest edges: a large edge that moves into a newer colour makes that one as large.
+Edges are coloured from the largest to the smallest, and an edge takes the lowest colour that is free at both ends. So a
+colour holds edges of similar size, and the sum over colours of the largest edge stays near its minimum. Swaps use the
+highest free colours, which hold the smallest edges, because a large edge that moves into a colour makes its round long.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 MESSAGE, START, STOP, ROUND = range(4)
-"""Columns of a table of chunks."""
+"""Columns of a table of chunks: message, byte range in the message, round."""
 
 
 @compiled
@@ -39,12 +38,12 @@ def in_rounds(
     most: int,
     unit: int,
 ) -> tuple[Ints, Ints, Ints]:
-    """Exchange g has the messages ``first[g] .. first[g + 1]``: the table of all chunks;
-    chunk size and time of each exchange.
+    """Return the table of chunks of all exchanges, and the chunk size and time (in bytes) of each exchange.
 
-    Chunks have ``given`` bytes; or, when that is 0, as many as the largest message, halved (rounded up to ``unit``)
-    while rounds take over ``enough`` per mille of the busiest port, at most to one in ``most`` and never below
-    ``least``. The best size is kept.
+    Exchange g has the messages ``first[g]`` to ``first[g + 1] - 1``. Chunks have ``given`` bytes. If ``given`` is 0,
+    the chunk size is the largest message at first, and is halved (rounded up to a multiple of ``unit``) while the
+    rounds take more than ``enough`` per mille of the busiest port's bytes; the largest message has at most ``most``
+    chunks, and chunks are not smaller than ``least``. The size with the shortest rounds is kept.
     """
     exchanges = len(first) - 1
     limit = np.zeros(exchanges, np.int64)
@@ -78,8 +77,8 @@ def in_rounds(
 
 @compiled
 def cut(size: Ints, limit: int) -> Ints:
-    """The messages in chunks of ``limit`` bytes and what is left over, largest first; rounds are open."""
-    rest = np.empty(len(size), np.int64)  # negative, for the order
+    """Cut messages into chunks of ``limit`` bytes and smaller rests; return them, largest first, all in round 0."""
+    rest = np.empty(len(size), np.int64)  # negative, so that sorting puts the largest first
     count, at = 0, 0
     for m in range(len(size)):
         rest[m] = -(size[m] % limit)
@@ -97,7 +96,10 @@ def cut(size: Ints, limit: int) -> Ints:
 
 @compiled
 def coloured(chunks: Ints, source: Ints, target: Ints, ranks: int) -> int:
-    """Write the chunks' rounds, those with the largest chunk first; the sum of the rounds' largest chunks."""
+    """Write the round of each chunk into the table, and return the sum over rounds of the largest chunk.
+
+    Rounds are numbered by their largest chunk, from the largest on.
+    """
     count = len(chunks)
     senders, receivers = np.empty(count, np.int64), np.empty(count, np.int64)
     for e in range(count):
@@ -105,7 +107,8 @@ def coloured(chunks: Ints, source: Ints, target: Ints, ranks: int) -> int:
     colour, rounds = colour_edges(senders, receivers, ranks)
     largest, place, total = np.zeros(rounds, np.int64), np.empty(rounds, np.int64), 0
     for e in range(count):
-        largest[colour[e]] = min(largest[colour[e]], chunks[e, START] - chunks[e, STOP])  # negative, for the order
+        # Sizes are negative, so that sorting puts the largest first.
+        largest[colour[e]] = min(largest[colour[e]], chunks[e, START] - chunks[e, STOP])
     order = stable_order(largest)
     for c in range(rounds):
         place[order[c]] = c
@@ -117,7 +120,7 @@ def coloured(chunks: Ints, source: Ints, target: Ints, ranks: int) -> int:
 
 @compiled
 def copy_chunks(into: Ints, at: int, chunks: Ints, count: int, message: int) -> None:
-    """Chunks to the rows from ``at`` on, their messages counted from ``message``."""
+    """Copy ``count`` chunks into the rows ``at``, ``at + 1``, ... of ``into``; add ``message`` to message numbers."""
     for i in range(count):
         into[at + i, MESSAGE] = chunks[i, MESSAGE] + message
         for column in range(START, ROUND + 1):
@@ -126,8 +129,8 @@ def copy_chunks(into: Ints, at: int, chunks: Ints, count: int, message: int) -> 
 
 @compiled
 def colour_edges(source: Ints, target: Ints, ranks: int) -> tuple[Ints, int]:
-    """Colours 0, 1, ... of the edges ``source[e] -> target[e]``, and how many there are: the largest degree."""
-    # Receivers are the vertices from ``ranks`` on.
+    """Colour the edges ``source[e] -> target[e]``; return their colours and how many there are: the largest degree."""
+    # Senders are vertices 0 to ranks - 1, receivers are vertices ranks to 2 * ranks - 1.
     degree = np.zeros(2 * ranks, np.int64)
     for e in range(len(source)):
         degree[source[e]] += 1
@@ -135,8 +138,8 @@ def colour_edges(source: Ints, target: Ints, ranks: int) -> tuple[Ints, int]:
     width = 0
     for v in range(2 * ranks):
         width = max(width, degree[v])
-    taken = np.full((2 * ranks, width), -1, np.int32)  # the edge of each vertex and colour
-    lowest = np.zeros(2 * ranks, np.int64)  # a vertex's colours below it are taken
+    taken = np.full((2 * ranks, width), -1, np.int32)  # [vertex, colour]: the edge of this colour, -1 if free
+    lowest = np.zeros(2 * ranks, np.int64)  # [vertex]: all colours below this one are taken
     colour = np.empty(len(source), np.int64)
     for e in range(len(source)):
         s, t = source[e], ranks + target[e]
@@ -157,7 +160,7 @@ def colour_edges(source: Ints, target: Ints, ranks: int) -> tuple[Ints, int]:
 
 @compiled
 def newest_free(taken: NDArray[np.int32]) -> int:
-    """The newest colour that a vertex has free: with an edge still to come it has one."""
+    """Return the highest free colour of a vertex. There is one as long as an edge of the vertex is not coloured."""
     c = len(taken) - 1
     while taken[c] >= 0:
         c -= 1
@@ -176,10 +179,10 @@ def swap(
     c: int,
     other: int,
 ) -> None:
-    """Exchange the colours ``c`` and ``other`` along the path that leaves ``t`` with ``c``,
-    so that c becomes free there.
+    """Swap the colours ``c`` and ``other`` along the path that leaves ``t`` with colour ``c``: c becomes free at t.
 
-    The path comes to senders by edges of colour c. A sender that has none, such as the one that asks, is not on it.
+    ``t`` is a receiver, so the path reaches senders by edges of colour c. The sender of the edge to be coloured has no
+    such edge, so it is not on the path, and c stays free there.
     """
     vertex, old, new = t, c, other
     edge = taken[t, c]

@@ -1,17 +1,17 @@
-"""Execution: how the stages of a program are carried out, stage by stage.
+"""Execution: a table that says how and when the transfers of each stage are posted.
 
-The plan says it, the executor does it and the simulator reads it, all from the columns of one small table:
+The plan holds the table, the executor follows it and the simulator reads it. Row s has three columns:
 
-    rounds_per_call   how the messages of stage s are issued: 0, all in one call; n, as many conflict-free rounds to a
-                      call
-    ahead             how many slots before slot s, which needs them, they are posted: in slot ``s - ahead``, before its
-                      work; 0 is at the very beginning of slot s, beside nothing
-    margin            how many multiprocessors the work of slot s leaves free, on ranks whose transfers are under way
-                      meanwhile
+    rounds_per_call   how the messages of stage s are issued: 0 means all in one call, n means n conflict-free rounds
+                      per call
+    ahead             how many slots ahead stage s is posted: in slot ``s - ahead``, before the work of that slot; 0
+                      means at the very beginning of slot s, so that no work overlaps the transfers
+    margin            how many multiprocessors the work of slot s leaves free, on ranks with transfers under way in
+                      that slot
 
-:mod:`flexcp.schedule.execution` chooses them. Stages are posted in order, so all ranks make the same calls in the same
-order. A rank without transfers beside a slot leaves nothing free there, whatever the column says: that rule is
-:func:`margins`, for everybody.
+:mod:`flexcp.schedule.execution` chooses the values. Stages are posted in order, so all ranks make the same calls in the
+same order. A rank without transfers under way in a slot leaves no multiprocessors free there, whatever the column says;
+:func:`margins` applies this rule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Execution(Table):
-    """Row s is of stage s and of slot s."""
+    """How each stage is posted; row s describes stage s and slot s (see the module docstring)."""
 
     rounds_per_call: Ints
     ahead: Ints
@@ -45,14 +45,14 @@ class Execution(Table):
         return posted
 
     def posts(self, slot: int) -> tuple[list[int], list[int]]:
-        """The stages that ``slot`` posts: before it waits for what it needs, and behind that, before its work."""
+        """Return the stages that ``slot`` posts: (before it waits for its transfers, after waiting and before work)."""
         stages = np.flatnonzero(self.posted == slot)
         stages = stages[stages > 0]
         late = self.ahead[stages] == 0
         return stages[late].tolist(), stages[~late].tolist()
 
     def problem(self, stages: int) -> str | None:
-        """What is wrong with this table for a program of so many stages, if anything."""
+        """Return what is wrong with this table for a program of ``stages`` stages, or None."""
         if len(self) != stages:
             return f"execution has {len(self)} rows for {stages} stages"
         for name in self.names():
@@ -62,20 +62,20 @@ class Execution(Table):
         if np.any(self.ahead[1:] > number):
             return "a stage is posted before the first slot"
         if np.any(np.diff(self.posted[1:]) < 0):
-            return "a stage is posted before the one in front of it"
+            return "a stage is posted before an earlier stage"
         return None
 
 
 def one_call_ahead(stages: int) -> Execution:
-    """Every stage one call of whole messages, posted one slot ahead, beside work that leaves nothing free.
+    """Return an execution in which every stage is one call of whole messages, posted one slot ahead, without margin.
 
-    What plans did before they said it, and so what a plan file of version 1 means.
+    Plans of version 1 were executed like this, so their files are read with this table.
     """
     return Execution.make(stages, rounds_per_call=0, ahead=1, margin=0)
 
 
 def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
-    """``[rank, slot]``: whether transfers of a rank may be under way while it computes."""
+    """Return ``[rank, slot]``: whether a rank may have transfers under way while it computes in the slot."""
     t, how = program.transfers, program.execution
     size = program.stages + 1
     busy = np.zeros(ranks * size, bool)
@@ -83,8 +83,8 @@ def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
     stage = t.stage[moves]
     for end in (t.source, t.target):
         busy[end[moves] * size + stage] = True
-    # Stage s is under way from the slot that posts it to slot s - 1: a step up there, a step down in slot s, which may
-    # be the same.
+    # Stage s is under way from the slot that posts it to slot s - 1. So count +1 in the slot that posts it and -1 in
+    # slot s (these may be the same slot), and sum up.
     place = np.flatnonzero(busy)
     stage = place % size
     steps = np.bincount(place - stage + how.posted[stage], minlength=len(busy)) - busy
@@ -93,5 +93,5 @@ def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
 
 
 def margins(program: Program, ranks: int) -> Ints:
-    """``[rank, slot]``: the multiprocessors that a rank leaves free in a slot."""
+    """Return ``[rank, slot]``: the number of multiprocessors that a rank leaves free in a slot."""
     return np.where(under_way(program, ranks), program.execution.margin, 0)

@@ -1,14 +1,14 @@
-"""Fields: everything of a plan that is not a table, field by field.
+"""Fields: how each part of a plan that is not a table is hashed, saved to a file and read from a file.
 
-``FACTS`` is the one list of them: what a field is in ``Plan.header()``, which the hash covers, what it is in a plan
-file, and how it is read from there, believing nothing. The two differ where a file of version 1 or a hash must stay as
-it is, and where the file has the value elsewhere: document lengths and the rule of every document are columns of it.
+``FACTS`` lists these fields. For each it gives the value in ``Plan.header()``, which the hash covers, the value in a
+plan file, and the function that checks and reads the latter. The two values differ where old files and hashes must stay
+valid, and where the file stores the value elsewhere: document lengths and the rule of every document are columns.
 
-A new field is a new row here, a field of ``Plan`` or ``Placement``, and its use in ``_plan`` of
-:mod:`flexcp.plan.file`. What a file of a version holds never changes, and a file without one of its version's fields is
-refused. So a new field raises ``VERSION`` there, files of earlier versions, which lack it, are read with the value that
-means "as before", and the new field stays out of the hash where it has that value (as ``keys_kept`` does), so that old
-plans keep theirs. A test reads a kept file of each earlier version.
+To add a field, add a row here and a field of ``Plan`` or ``Placement``, and use it in ``_plan`` of
+:mod:`flexcp.plan.file`. The content of a file version never changes, and a file that lacks a field of its version is
+refused, so a new field needs a higher ``VERSION`` there, which its row names as ``since``. Files of earlier versions
+are read with the value that means "as before", and the hash leaves the field out when it has that value (as for
+``keys_kept``), so that the hashes of old plans do not change. A test reads a stored file of each earlier version.
 """
 
 from __future__ import annotations
@@ -31,46 +31,56 @@ MAX_RANKS = 1 << 14
 
 
 class Fact(NamedTuple):
-    """A field: its JSON value in the header and in the file (None: it is not there),
-    and the value of what a file says.
+    """A field of a plan.
+
+    ``hashed`` and ``saved`` give its JSON value in the header and in the file, ``read`` turns the value from a file
+    into the field's value; None means that the field is not there. Files have the field since version ``since``; files
+    of earlier versions are read with the value ``before``.
     """
 
     hashed: Callable[[Plan], Any] | None
     saved: Callable[[Plan], Any] | None
     read: Callable[[Any], Any] | None
+    since: int = 1
+    before: Any = None
 
 
 def header(plan: Plan) -> dict[str, Any]:
-    """The fields that the hash covers."""
+    """Return the fields that the hash of a plan covers, as JSON values."""
     return {name: fact.hashed(plan) for name, fact in FACTS.items() if fact.hashed}
 
 
 def version_1_header(plan: Plan) -> dict[str, Any]:
-    """The fields as a hash of version 1 covered them: the cost model said less of compute beside transfers."""
+    """Return the fields that a hash of version 1 covers: its cost model describes contention in less detail."""
     return {**header(plan), "cost": plan.cost.version_1()}
 
 
 def saved_facts(plan: Plan) -> dict[str, Any]:
-    """The fields of a plan file."""
+    """Return the fields that a plan file holds, as JSON values."""
     return {name: fact.saved(plan) for name, fact in FACTS.items() if fact.saved}
 
 
-def read_facts(given: Any) -> dict[str, Any]:
-    """The values of the fields of a plan file; raises KeyError with the name of a field that is missing."""
+def read_facts(given: Any, version: int) -> dict[str, Any]:
+    """Check and read the fields of a plan file of this version; raise KeyError with the name of a missing field."""
     given = mapping(given, "the facts")
-    return {name: fact.read(given[name]) for name, fact in FACTS.items() if fact.read}
+    return {
+        name: fact.read(given[name]) if version >= fact.since else fact.before
+        for name, fact in FACTS.items()
+        if fact.read
+    }
 
 
 def different_rules(plan: Plan) -> list[Mask]:
-    """The rules of all masks and documents, each once: what a file numbers them by."""
+    """Return the rules of all masks and documents, each once; a file refers to a rule by its place in this list."""
     return list(dict.fromkeys(rule for mask in plan.batch.masks for rule in mask.rules))
 
 
-# --- what takes more than a line --------------------------------------------------------------------------------------
+# --- fields that take more than a line --------------------------------------------------------------------------------
 
 
 def _hashed_masks(plan: Plan) -> list[dict[str, Any]]:
-    # Not by asdict, which copies every number of a tree by itself.
+    """Return name, layers and rules of each mask, for the hash."""
+    # dataclasses.asdict would copy every number of a tree separately, which is slow.
     return [
         {
             "name": mask.name,
@@ -82,34 +92,41 @@ def _hashed_masks(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _saved_rule(rule: Mask) -> list[Any]:
-    """What a file has of a rule beside its columns: a tree's segments and ends are such."""
+    """Return the JSON value of a rule. The segments and ends of a tree are left out: they are columns of the file."""
     return [rule.name, rule.params[3:] if rule.name == "tree" else rule.params, rule.length]
 
 
 def _hashed_programs(plan: Plan) -> list[list[list[Any]]]:
-    """Plans of a time before keys were kept have no word for it, and keep their hashes."""
+    """Return the fields of each program for the hash.
+
+    ``keys_kept`` is added only when it is true, so that plans from before this field keep their hashes.
+    """
     return [
         [[p.own_stage, p.stages, list(p.held), *["keys kept"] * p.keys_kept] for p in pair] for pair in plan.programs
     ]
 
 
 def _saved_programs(plan: Plan) -> list[list[list[Any]]]:
+    """Return the fields of each program for a plan file."""
     return [[[p.own_stage, p.stages, p.held, p.keys_kept] for p in pair] for pair in plan.programs]
 
 
 def _read_programs(given: Any) -> list[list[tuple[int, int, tuple[int, ...], bool]]]:
+    """Check and read what :func:`_saved_programs` wrote."""
     return [[_read_program(entry) for entry in items(pair, "a pair of programs")] for pair in items(given, "programs")]
 
 
 def _read_program(entry: Any) -> tuple[int, int, tuple[int, ...], bool]:
+    """Check and read (own stage, stages, held work, keys kept) of one program."""
     own_stage, stages, held, kept = items(entry, "a program")
     shares = tuple(integer(share, "a share of held work") for share in items(held, "held work"))
     if not isinstance(kept, bool):
-        raise ValueError(f"whether keys are kept is true or false; got {kept!r}")
+        raise ValueError(f"keys_kept of a program must be true or false; got {kept!r}")
     return integer(own_stage, "own stage"), integer(stages, "stages"), shares, kept
 
 
 def _read_cluster(given: Mapping[str, Any]) -> Cluster:
+    """Check and read the cluster of a plan file."""
     text(given["name"], "the cluster's name")
     speeds = tuple(integer(s, "a speed") for s in items(given["speeds"], "speeds"))
     nodes, each = integer(given["nodes"], "nodes"), integer(given["ranks_per_node"], "ranks of a node")
@@ -119,6 +136,7 @@ def _read_cluster(given: Mapping[str, Any]) -> Cluster:
 
 
 def _read_traffic(given: Mapping[str, Any]) -> Traffic:
+    """Check and read the traffic of a plan file."""
     kind, relay = text(given["kind"], "the kind of traffic"), flag(given["relay"], "relay")
     if kind not in ("needed", "ring", "gather"):
         raise ValueError(f"no traffic is called {kind!r}")
@@ -130,9 +148,10 @@ def _read_traffic(given: Mapping[str, Any]) -> Traffic:
 
 
 def _read_masks(given: Any) -> list[tuple[str, int]]:
+    """Check and read (name, layers) of each mask of a plan file."""
     named = [(text(name, "a mask's name"), integer(layers, "layers")) for name, layers in items(given, "masks")]
     if len({name for name, _ in named}) != len(named):
-        raise ValueError("two masks of one name")
+        raise ValueError("two masks have the same name")
     return named
 
 
@@ -158,6 +177,10 @@ FACTS: dict[str, Fact] = {
     ),
     "lengths": Fact(lambda plan: plan.batch.lengths.tolist(), None, None),
     "note": Fact(None, lambda plan: plan.placement.note, lambda given: text(given, "the note")),
+    # Plans of old files count as plans with a given layout, so that users who cut rows themselves are not warned.
+    "layout_given": Fact(
+        None, lambda plan: plan.layout_given, lambda given: flag(given, "layout_given"), since=4, before=True
+    ),
     "pads": Fact(
         lambda plan: plan.placement.pads, lambda plan: plan.placement.pads, lambda given: integer(given, "pads")
     ),
@@ -179,4 +202,4 @@ FACTS: dict[str, Fact] = {
     "masks": Fact(_hashed_masks, lambda plan: [[mask.name, mask.layers] for mask in plan.batch.masks], _read_masks),
     "programs": Fact(_hashed_programs, _saved_programs, _read_programs),
 }
-"""All fields, in the order of the file."""
+"""All fields of a plan that are not tables, in the order of the file."""

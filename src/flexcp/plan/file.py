@@ -1,22 +1,28 @@
-"""A plan as bytes, and back.
+"""File: save a plan as bytes, and load a plan from bytes.
 
     magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)
     body, deflated
 
     body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns
-    (``packed_columns.py``): document lengths, the rule of every document where a mask has several, explicit slices and
-    trees, and the plan's tables in the order of ``Plan.tables()``: what moves, then how each program is executed
+    (``packed_columns.py``): document lengths, the rules that the documents of each mask use, explicit slices and
+    trees, and the tables of the plan in the order of ``Plan.tables()``
 
-Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is
-believed. The checksum finds what time and disks do; everything else is for those who can compute one: lengths are
-checked before they are used, memory for tables and slices is at most ``ROOM`` bytes and ``PER_BYTE`` for each byte of
-the file (a legitimate plan that needs more is saved with filler), shape, cluster, cost model and masks pass through
-their own checks, every number of a table names something that exists, and the plan's hash must come out as it was.
-Whether such a plan also computes the right thing is what ``plan.check()`` finds.
+Loading runs no code from the file: it reads JSON and numbers and calls public constructors. A file may be hostile. The
+checksum finds accidental damage; the other checks defend against files that were made on purpose:
 
-What a version's file holds never changes; another layout is another version, and a reader refuses versions it does not
-know. Version 1 had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were
-then. Version 2 had no trees.
+- Lengths are checked before they are used.
+- Tables and slices may take at most ``ROOM`` bytes of memory plus ``PER_BYTE`` bytes for each byte of the file. A plan
+  that needs more is saved with filler bytes.
+- Shape, cluster, cost model and masks pass through the checks of their constructors.
+- Every number of a table must name a rank, token, head or stage that exists.
+- The hash of the plan must be the hash in the file.
+
+Whether the plan computes the right result is not checked here; ``plan.check()`` finds that out.
+
+The content of a file version never changes: another layout is another version, and a reader refuses versions it does
+not know. Version 1 had no execution tables, and its hash did not cover them; such plans are executed as
+:func:`flexcp.plan.execution.one_call_ahead` says. Version 2 had no trees, and version 3 did not say whether the user
+gave the layout.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ SomeTable = TypeVar("SomeTable", bound=Table)
 
 TREE = "tree"
 MAGIC = b"\x8fflexcp\n"
-VERSION, OLDEST = 3, 1
+VERSION, OLDEST = 4, 1
 _PREFIX = struct.Struct("<8sIQQ16s")
 
 ROOM = 4 << 20
@@ -59,8 +65,8 @@ FACTS_PER_BYTE = 4
 MAX_STAGES = 1 << 18
 MAX_COMPARISONS = 1 << 26
 PART_BYTES, SLICE_BYTES, TREE_BYTES = 1024, 256, 512
-"""Memory while slices are made: for each slice of a rule that fits all lengths, for each slice of a document, and for
-each segment or sequence of a tree.
+"""Estimated bytes of memory while slices are made: for each slice of a rule that fits documents of any length, for each
+slice of a document, and for each segment or sequence of a tree.
 """
 
 
@@ -74,22 +80,22 @@ BROKEN = (
     NotImplementedError,
     struct.error,
 )
-"""What bytes that are no plan make of their reader."""
+"""The exceptions that reading may raise for bytes that are no plan."""
 
 
 class PlanFormatError(ValueError):
-    """Bytes that are no plan this version can read."""
+    """Raised for bytes that are no plan, or a plan that this version of flexcp cannot read."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def save_plan(plan: Plan) -> bytes:
-    """The plan as bytes; :func:`load_plan` gives an equal one back."""
+    """Return the plan as bytes, from which :func:`load_plan` makes an equal plan."""
     if plan.ranks != plan.cluster.ranks or plan.ranks > MAX_RANKS:
         raise ValueError(
             f"a plan of {plan.ranks} ranks on a cluster of {plan.cluster.ranks} cannot be saved; "
-            f"they must be as many, and at most {MAX_RANKS}"
+            f"the two numbers must be equal, and at most {MAX_RANKS}"
         )
     rules = different_rules(plan)
     number = {rule: i for i, rule in enumerate(rules)}
@@ -115,16 +121,18 @@ def save_plan(plan: Plan) -> bytes:
 
 
 def _sealed(prefix: bytes, deflated: bytes) -> bytes:
+    """Return the bytes of the file, with the checksum in its place at the end of the prefix."""
     head = prefix[:-16]
     return head + _checksum(head, deflated) + deflated
 
 
 def _checksum(head: bytes, deflated: bytes) -> bytes:
+    """Return the checksum of the file, 16 bytes."""
     return hashlib.blake2b(head + deflated, digest_size=16).digest()
 
 
 def _rule_blocks(rule: Mask) -> list[list[Ints]]:
-    """What of a rule is columns and not facts: explicit slices, or a tree's segments and its sequences' ends."""
+    """Return the parts of a rule that a file stores as columns: explicit slices, or the segments and ends of a tree."""
     if rule.name == m.EXPLICIT:
         return [list(np.array(rule.table, np.int64).reshape(-1, 6).T)]
     if rule.name == TREE:
@@ -134,18 +142,19 @@ def _rule_blocks(rule: Mask) -> list[list[Ints]]:
 
 
 def _rule_memory(rule: Mask) -> int:
-    """Memory that making a rule of its blocks takes."""
+    """Return the bytes of memory that making a rule from its columns takes."""
     return (TREE_BYTES if rule.name == TREE else PART_BYTES) * sum(len(block[0]) for block in _rule_blocks(rule))
 
 
 def _slice_count(rule: Mask, longest: int) -> int:
-    """Slices of a document of at most so many tokens under a rule."""
+    """Return the most slices that a document of at most ``longest`` tokens has under a rule."""
     return len(rule.table) if rule.name == m.EXPLICIT else m.named_mask(rule.name).most_slices(rule, longest)
 
 
 def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengths: Ints) -> int:
-    """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents
-    or one for each.
+    """Return the bytes of memory that making the slices of all masks takes.
+
+    ``chosen[mask]`` holds the number of one rule for all documents, or of one rule per document.
     """
     counts = [_slice_count(rule, int(lengths.max(initial=1))) for rule in rules]
     slices = sum(sum(counts[i] for i in column) * (len(lengths) if len(column) == 1 else 1) for column in chosen)
@@ -154,15 +163,16 @@ def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengt
 
 
 def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
-    """Slices whose rows overlap are compared pair by pair when a mask is made;
-    refuse what would take longer than some seconds.
+    """Raise if making a mask from these slices would take longer than some seconds.
+
+    Making a mask compares every two slices whose rows overlap.
     """
     rows = np.array(table, np.int64).reshape(-1, 6)
     first = np.sort(rows[:, m.Q0])
     ends = np.searchsorted(first, np.sort(rows[:, m.Q1]), side="left")
     if int(np.maximum(ends - np.arange(len(rows)), 0).sum()) > MAX_COMPARISONS:
         raise ValueError(
-            f"a mask of {len(rows)} slices that share rows is too fine for a file; use a block-sparse kernel for it"
+            f"a mask of {len(rows)} slices that share rows is too large for a file; use a block-sparse kernel for it"
         )
 
 
@@ -170,7 +180,7 @@ def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
 
 
 def load_plan(data: bytes) -> Plan:
-    """The plan that :func:`save_plan` wrote; raises :class:`PlanFormatError` on anything else."""
+    """Return the plan that :func:`save_plan` wrote; raise :class:`PlanFormatError` for any other bytes."""
     deflated, size, version = _opened(bytes(data))
     room = ROOM + PER_BYTE * len(deflated)
     try:
@@ -178,9 +188,9 @@ def load_plan(data: bytes) -> Plan:
         facts_size = struct.unpack_from("<Q", body)[0]
         if facts_size > min(len(body) - 8, FACTS_ROOM + FACTS_PER_BYTE * len(deflated)):
             raise ValueError(f"{facts_size} bytes of facts are more than a file of this size may hold")
-        # Decoded here: json would guess the encoding of bytes, and load a codec for it.
+        # json.loads would guess the encoding of bytes and load a codec for it, so decode here.
         text = body[8 : 8 + facts_size].decode("utf-8")
-        facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant))
+        facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant), version)
         plan = _plan(facts, Reader(body[8 + facts_size :], room), version)
         promised, found = facts["hash"], plan.hash if version > 1 else version_1_hash(plan)
     except BROKEN as error:
@@ -196,12 +206,15 @@ def load_plan(data: bytes) -> Plan:
 
 
 def version_1_hash(plan: Plan) -> str:
-    """The hash that a plan had when it did not say how it is executed: equal where placement and transfers are."""
+    """Return the hash of a plan in format version 1, which covers placement and transfers but not their execution."""
     return digest(version_1_header(plan), plan.moving_tables())
 
 
 def _opened(data: bytes) -> tuple[bytes, int, int]:
-    """(deflated body, its inflated size, version) of a whole, unchanged file of a version we know."""
+    """Check that a file is complete, undamaged and of a known version.
+
+    Return (deflated body, size of the inflated body, version).
+    """
     if len(data) < _PREFIX.size or not data.startswith(MAGIC):
         if data and MAGIC.startswith(data[: len(MAGIC)]):
             raise PlanFormatError(f"this flexcp plan is cut off after {len(data)} bytes; copy it again")
@@ -221,6 +234,7 @@ def _opened(data: bytes) -> tuple[bytes, int, int]:
 
 
 def _inflated(deflated: bytes, size: int, room: int) -> bytes:
+    """Return the inflated body, or raise if it does not have ``size`` bytes or would exceed ``room`` bytes."""
     if size > room:
         raise ValueError(f"a body of {size} bytes is more than a file of {len(deflated)} may hold")
     machine = zlib.decompressobj()
@@ -229,11 +243,12 @@ def _inflated(deflated: bytes, size: int, room: int) -> bytes:
     except zlib.error as error:
         raise ValueError(f"its body cannot be inflated ({error})") from None
     if len(body) != size or not machine.eof or machine.unused_data.strip(b"\0"):
-        raise ValueError("its body is not as long as it says")
+        raise ValueError(f"its body does not have the {size} bytes that its header says")
     return body
 
 
 def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
+    """Make the plan of the facts and columns of a file, or raise if they contradict each other."""
     shape, cluster = facts["shape"], facts["cluster"]
     batch = _batch(facts, reader, version)
     runs = _table(reader, Runs)
@@ -243,7 +258,7 @@ def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
         raise ValueError(f"{len(facts['programs'])} pairs of programs for {len(batch.masks)} masks")
     for pair in facts["programs"]:
         if len(pair) != 2:
-            raise ValueError(f"{len(pair)} programs of a mask, not a forward and a backward")
+            raise ValueError(f"a mask has {len(pair)} programs; it must have two, a forward and a backward")
         regions.append(_table(reader, Regions))
         transfers += [_table(reader, Transfers) for _ in pair]
     entries = [entry for pair in facts["programs"] for entry in pair]
@@ -264,11 +279,11 @@ def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
     _check_placement(placement, shape)
     for program in made:
         _check_program(program, placement, shape)
-    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, programs)
+    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, programs, facts["layout_given"])
 
 
 def _as_before(stages: int, reader: Reader) -> Execution:
-    """What version 1 does not say. The number of stages is not believed either."""
+    """Return the execution of a program of version 1, whose file has none; raise if ``stages`` is impossible."""
     if not 0 < stages <= MAX_STAGES:
         raise ValueError(f"own tokens enter in stage 0 of {stages}")
     reader.spend(8 * len(Execution.names()) * stages, f"{stages} stages")
@@ -276,15 +291,15 @@ def _as_before(stages: int, reader: Reader) -> Execution:
 
 
 def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
-    """Documents and masks; slices are made from the rules, within the reader's budget."""
+    """Read documents and masks and make the batch; the slices may not exceed the reader's memory budget."""
     (lengths,) = reader.block(1)
     named = facts["masks"]
     numbers = [reader.block(1)[0] for _ in named]
     rules = [_rule(entry, reader, version) for entry in facts["rules"]]
     for (name, _), column in zip(named, numbers, strict=True):
         if len(column) == 0 or column.min() < 0 or column.max() >= len(rules):
-            raise ValueError(f"mask {name[:40]!r} names a rule that is not there")
-    reader.spend(_slices_memory(rules, numbers, lengths), "so many slices")  # type: ignore[arg-type]
+            raise ValueError(f"mask {name[:40]!r} names a rule that the file does not have")
+    reader.spend(_slices_memory(rules, numbers, lengths), "the memory of its slices")  # type: ignore[arg-type]
     chosen: dict[str, tuple[Mask | list[Mask], int]] = {}
     for (name, layers), column in zip(named, numbers, strict=True):
         chosen[name] = (rules[column[0]] if len(column) == 1 else [rules[i] for i in column], layers)
@@ -292,7 +307,7 @@ def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
 
 
 def _rule(entry: Any, reader: Reader, version: int) -> Mask:
-    """A mask made by the function that makes such masks, and equal to what was saved."""
+    """Read a rule and make it with the public function for such masks, which checks it; raise if the result differs."""
     name, params, length = items(entry, "a rule")
     if name == m.EXPLICIT:
         columns = reader.block(6)
@@ -319,6 +334,7 @@ def _rule(entry: Any, reader: Reader, version: int) -> Mask:
 
 
 def _table(reader: Reader, kind: type[SomeTable]) -> SomeTable:
+    """Read a table: one block with a column for each field of ``kind``."""
     return kind(*reader.block(len(kind.names())))
 
 
@@ -326,9 +342,10 @@ def _table(reader: Reader, kind: type[SomeTable]) -> SomeTable:
 
 
 def _check_placement(placement: Placement, shape: Shape) -> None:
+    """Raise unless all ranks, documents, rows, keys and heads exist and the runs cover the stream once."""
     runs, batch = placement.runs, placement.batch
     if placement.pads < 0 or placement.stream >= MAX_NUMBER >> 8:
-        raise ValueError(f"{placement.pads} pads")
+        raise ValueError(f"{placement.pads} pads are not possible")
     if any(not 0 <= rank < placement.ranks for grid in placement.traffic.groups for row in grid for rank in row):
         raise ValueError("a group's rank does not exist")
     _inside("a run's rank", runs.rank, 0, placement.ranks)
@@ -346,15 +363,16 @@ def _check_placement(placement: Placement, shape: Shape) -> None:
 
 
 def _check_program(program: Program, placement: Placement, shape: Shape) -> None:
+    """Raise unless all stages, ranks, tokens and heads of a program exist and its execution is possible."""
     t, ranks = program.transfers, placement.ranks
     if not 0 <= program.own_stage < program.stages <= MAX_STAGES:
         raise ValueError(f"own tokens enter in stage {program.own_stage} of {program.stages}")
     if len(program.held) not in (0, ranks) or any(not 0 <= share <= 1000 for share in program.held):
-        raise ValueError("held work is not a share of 0 to 1000 for each rank")
+        raise ValueError("held work must be a share of 0 to 1000 per mille for each rank, or empty")
     if (problem := program.execution.problem(program.stages)) is not None:
         raise ValueError(problem)
     if max(int(program.execution.margin.max()), int(program.execution.rounds_per_call.max())) > MAX_STAGES:
-        raise ValueError("a margin or a number of rounds that cannot be")
+        raise ValueError(f"a margin or a number of rounds per call is above {MAX_STAGES}")
     _inside("a transfer's stage", t.stage, 1, program.stages)
     for name in ("source", "target", "owner"):
         _inside(f"a transfer's {name}", getattr(t, name), 0, ranks)
@@ -366,10 +384,12 @@ def _check_program(program: Program, placement: Placement, shape: Shape) -> None
 
 
 def _inside(what: str, column: Ints, low: int, high: int) -> None:
+    """Raise unless ``low <= x < high`` for every number of the column; ``what`` names it."""
     if len(column) and (column.min() < low or column.max() >= high):
         raise ValueError(f"{what} does not exist")
 
 
 def _ranges(what: str, start: Ints, stop: Ints, end: Ints | np.int64) -> None:
+    """Raise unless ``0 <= start <= stop <= end`` in every row; ``what`` names the ranges."""
     if np.any((start < 0) | (start > stop) | (stop > end)):
         raise ValueError(f"{what} do not exist")

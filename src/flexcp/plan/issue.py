@@ -1,9 +1,9 @@
-"""Issue: what ranks post, part by part, in the order in which it leaves.
+"""Issue: the parts of messages that ranks post in a pass, in the order in which they leave.
 
-A stage's messages are issued as its row of :class:`~flexcp.plan.execution.Execution` says: whole, in one call, every
-rank beginning with its next neighbour; or as chunks of conflict-free rounds (:mod:`flexcp.plan.rounds`), so many rounds
-to a call. Levels have ports of their own, so the n-th call holds the n-th rounds inside nodes and the n-th across
-nodes. The executor posts these parts and the simulator times them.
+The row of a stage in :class:`~flexcp.plan.execution.Execution` says how its messages are issued: whole, in one call, in
+which every rank begins with its next neighbour; or as chunks in conflict-free rounds (:mod:`flexcp.plan.rounds`), with
+a number of rounds per call. The two levels have separate ports, so the n-th call holds the n-th rounds inside nodes and
+the n-th rounds across nodes. The executor posts these parts and the simulator times them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Parts(Table):
-    """Bytes ``start..stop`` of the message from ``source`` to ``target`` in a stage;
-    ``across`` is its level, calls count from 0.
+    """Parts of messages: bytes ``start..stop`` of the message from ``source`` to ``target`` in ``stage``.
 
-    Sorted by stage, level and round; messages that are issued whole are all of round 0.
+    ``across`` is the level (0 inside nodes, 1 across nodes). Calls and rounds count from 0 in each stage; a message
+    that is issued whole is in round 0. Rows are sorted by stage, level and round.
     """
 
     stage: Ints
@@ -41,7 +41,10 @@ class Parts(Table):
 def issued_parts(
     plan: Plan, mask: int, backward: bool, rounds_per_call: Ints | None = None, chunk_bytes: int | None = None
 ) -> Parts:
-    """What all ranks post in a pass; ``rounds_per_call`` of each stage stands for the plan's own where given."""
+    """Return the parts that all ranks post in a pass.
+
+    ``rounds_per_call`` (one number per stage) and ``chunk_bytes`` replace the plan's own choices where given.
+    """
     program = plan.programs[mask][backward]
     each = program.execution.rounds_per_call if rounds_per_call is None else rounds_per_call
     found = []

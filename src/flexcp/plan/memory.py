@@ -1,25 +1,31 @@
-"""Memory: what attention needs on a rank, from the plan alone, before anything is allocated.
+"""Memory: compute from a plan how many bytes attention needs on a rank, before anything is allocated.
 
-A pass (one direction of one layer) works in one buffer, the *arena*. Its *tenants* are what exists only during the
-pass: what arrives on shelves, the results that accumulate there, and the messages of each stage. A tenant's life is
-counted in half slots, because a slot first takes in what arrived (half ``2 s``) and then posts the next stage and
-computes (half ``2 s + 1``):
+A pass (one direction of one layer) works in one buffer, the *arena*. Its *tenants* are the tensors that exist only
+during the pass: inputs that arrive on shelves, results that accumulate there, and the messages of each stage. The
+lifetime of a tenant is counted in half slots, because a slot first takes in what arrived (half ``2 s``) and then posts
+the next stage and computes (half ``2 s + 1``):
 
     inputs of a shelf    from the slot they arrive in until the last work on them, or until they are passed on
-    results on a shelf   from then until they are sent home; on an entry, until the last reader's have come in and left
-                         with its own
-    received messages    from the slot that posts them, one before their stage's or earlier, until they are taken in
-    sent messages        one slot longer: a stage's sends have left when the next stage's arrivals have been waited for
+    results on a shelf   from the same slot until they are sent home; an entry, which adds up results of other ranks
+                         of its node, keeps them until it sends the sum
+    received messages    from the slot that posts them (one slot before their stage or earlier) until they are taken in
+    sent messages        one half slot longer: the sends of a stage are known to have left once the rank has waited for
+                         the arrivals of the next stage
 
-Work needs its rows and its keys: keys are read until the rank's last queries are there, queries until its last keys
-are. Tenants whose lives do not meet share bytes: the largest is placed first, each at the lowest offset that is free
-for its whole life. Sizes are multiples of 128 bytes, so every tensor begins where kernels and copies want it.
+Work needs both rows and keys. So keys are read until the last queries of the rank have arrived, and queries until its
+last keys have arrived. Tenants with disjoint lifetimes share bytes: tenants are placed from the largest to the
+smallest, each at the lowest offset that is free during its whole lifetime. Sizes are multiples of 128 bytes, so that
+every tensor is aligned for kernels and copies.
 
-The executor lays its buffer out by :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory` says.
-Outside it are the rank's own tensors: those that autograd keeps for the backward (received keys among them where the
-plan keeps those), and the results of a pass before they are returned. LSE and delta of own rows count 8 bytes a number,
-what a CPU uses; a GPU uses 4. Not counted: index maps and work lists (about 8 bytes per token and direction) and the
-tiles of CPU kernels.
+The executor lays out its buffer with :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory`
+says. Outside the arena are the rank's own tensors: those that autograd keeps for the backward (including received keys,
+if the plan keeps them), the results of a pass before they are returned, and the gradients that exist during a backward:
+that of the output, and the first one that is rounded while the sums still exist. LSE and delta of own rows count 8
+bytes per number, as on a CPU; a GPU uses 4. Index maps and work lists are estimated as :data:`TABLE_BYTES` per row.
+
+On a rank without transfers kernels differ: some write dq once, in the model's dtype, others add it up in float32.
+Without the name of a kernel, the larger of the two is counted. Not counted are the tiles of CPU kernels and the memory
+of the communication library.
 """
 
 from __future__ import annotations
@@ -31,6 +37,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.intervals import united
+from flexcp.masks import Q0, Q1, trim
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
@@ -40,22 +48,30 @@ from flexcp.shape import FIELDS, QUERY_SIDED, Field, Kind, Shape
 Ints = NDArray[np.int64]
 QUERIES, KEYS = 0, 1
 ALIGNMENT = 128
-"""Tenants, their tensors and messages begin at multiples of this: what vector loads and copy engines may ask for."""
+"""Tenants, their tensors and messages begin at multiples of this many bytes, for vector loads and copy engines."""
 STATISTICS_BYTES = 8
-"""LSE and delta of own rows, and an LSE while it accumulates."""
+"""Bytes of an LSE or a delta of own rows, and of an LSE while it accumulates."""
 SCRATCH_BYTES = 4096
-"""A kernel's scratch beyond its two numbers per row and head."""
+"""Bytes of a kernel's scratch memory, besides two numbers per row and head."""
+TABLE_BYTES = 16
+"""Estimated bytes of index maps and work lists per row of a shelf and per mask: tiles of both directions, and the place
+of a row that moves.
+"""
+WRITES_DQ_ONCE = ("triton", "hopper")
+"""Kernels that write dq of a rank without transfers directly in the model's dtype, without a sum in float32."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of attention on one rank.
+    """Bytes of memory that attention needs on one rank.
 
-    ``forward`` and ``backward`` are the arena of one layer, the larger over masks; one arena serves all layers.
-    ``saved`` is what autograd keeps of one layer for its backward: q, k, v, output and LSE. ``kept_keys`` is what the
-    plan keeps of received keys, all layers together. ``results`` is the most a pass holds of own results before they
-    are returned, with copies of tokens whose local order is not the stream's; ``scratch`` what a GPU kernel takes
-    beside.
+    ``forward`` and ``backward`` are the size of the arena in each direction, for the mask that needs most; one arena
+    serves all layers. ``saved`` is what autograd keeps of one layer for its backward: q, k, v, output and LSE.
+    ``kept_keys`` are the received keys that the plan keeps for the backward, of all layers together. ``results`` is the
+    most that a pass holds of the rank's own results before it returns them; if the rank's tokens are not in stream
+    order, this includes reordered copies. ``gradients`` are the gradient of the output and the gradient that is being
+    rounded, during a backward. ``scratch`` is the scratch memory of a GPU kernel, and ``tables`` an estimate of index
+    maps and work lists.
     """
 
     rank: int
@@ -65,33 +81,41 @@ class Memory:
     saved: int
     kept_keys: int
     results: int
+    gradients: int
     scratch: int
+    tables: int
 
     @property
     def arena(self) -> int:
-        """The one buffer of all layers, masks and directions."""
+        """The size of the buffer that all layers, masks and directions use in turn."""
         return max(self.forward, self.backward)
 
     @property
     def total(self) -> int:
-        """All layers of a model that recomputes nothing."""
-        return self.arena + self.layers * self.saved + self.kept_keys + self.results + self.scratch
+        """The bytes of all layers together, in a model without activation recomputation."""
+        return self.arena + self.layers * self.saved + self.kept_keys + self.in_a_pass
+
+    @property
+    def in_a_pass(self) -> int:
+        """The bytes outside the arena that exist only during a pass, and the index maps and work lists."""
+        return self.results + self.gradients + self.scratch + self.tables
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tenants of one rank's pass lie in its arena.
+    """Where the tenants of a pass lie in the arena of a rank.
 
-    ``offsets`` of ``("inputs", side, stage, h0, h1)`` and ``("results", ...)`` of a received shelf, of
-    ``("sends", stage)`` and ``("receives", stage)``. Keys that are kept for the backward lie elsewhere.
+    ``offsets`` maps a tenant to its first byte. Tenants are named ``("inputs", side, stage, h0, h1)`` and
+    ``("results", side, stage, h0, h1)`` for a received shelf, and ``("sends", stage)`` and ``("receives", stage)`` for
+    messages. Keys that are kept for the backward are not in the arena.
     """
 
     size: int
     offsets: dict[tuple[str | int, ...], int]
 
 
-def plan_memory(plan: Plan, rank: int) -> Memory:
-    """What ``rank`` needs."""
+def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
+    """Return the memory that attention needs on ``rank`` with a kernel; by default with the one that needs most."""
     if not 0 <= rank < plan.ranks:
         raise ValueError(f"rank {rank} does not exist: the plan has ranks 0..{plan.ranks - 1}")
     numbers = range(len(plan.programs))
@@ -101,19 +125,24 @@ def plan_memory(plan: Plan, rank: int) -> Memory:
     tokens, shape = int(plan.placement.tokens[rank]), plan.shape
     rows = max(_most_rows(plan, rank, mask) for mask in numbers)
     scratch = 8 * rows + SCRATCH_BYTES if rows else 0
-    saved, results = tokens * _saved(shape), tokens * _results(shape, _in_stream_order(plan.placement, rank))
-    return Memory(rank, layers, forward, backward, saved, kept, results, scratch)
+    once = kernel in WRITES_DQ_ONCE and all(_needs_nobody(plan, rank, mask) for mask in numbers)
+    in_order = _in_stream_order(plan.placement, rank)
+    results = tokens * _results(shape, in_order, once)
+    gradients = tokens * _passing_gradients(shape, in_order, once)
+    tables = TABLE_BYTES * sum(tokens + _arriving_rows(plan, rank, mask) for mask in numbers)
+    saved = tokens * _saved(shape)
+    return Memory(rank, layers, forward, backward, saved, kept, results, gradients, scratch, tables)
 
 
 def arena_layout(plan: Plan, rank: int, mask: int, backward: bool) -> Layout:
-    """The arena of one pass: who lies where."""
+    """Return where everything lies in the arena of ``rank`` in one pass."""
     tenants = [*_shelf_tenants(plan, rank, mask, backward), *_message_tenants(plan, rank, mask, backward)]
     offsets, size = first_fit([(t.size, t.first, t.last) for t in tenants])
     return Layout(size, {t.key: offset for t, offset in zip(tenants, offsets, strict=True)})
 
 
 def first_fit(tenants: list[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets of (size, first, last) such that no two share a byte at one time, and where the last one ends."""
+    """Place tenants (size, first, last) so that no two share a byte at one time; return offsets and the total size."""
     offsets = [0] * len(tenants)
     placed: list[tuple[int, int, int, int]] = []
     for i in sorted(range(len(tenants)), key=lambda i: (-tenants[i][0], tenants[i][1], i)):
@@ -129,17 +158,17 @@ def first_fit(tenants: list[tuple[int, int, int]]) -> tuple[list[int], int]:
 
 
 def aligned(size: int) -> int:
-    """The size rounded up to where the next may begin."""
+    """Return the size rounded up to a multiple of :data:`ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_starts(sizes: list[int]) -> list[int]:
-    """Where things of these bytes begin when they lie side by side, and where the last one ends."""
+    """Return the aligned offsets of tensors of these sizes laid side by side, and the end of the last one."""
     return [0, *accumulate(aligned(size) for size in sizes)]
 
 
 def shelf_fields(side: int, backward: bool, results: bool) -> list[Field]:
-    """The tensors that arrive on a shelf, or that are computed on it."""
+    """Return the tensors of a shelf: its inputs, or its results."""
     if results:
         kinds: tuple[Kind, ...] = (
             ((Kind.DKV,) if backward else ()) if side == KEYS else (Kind.DQ if backward else Kind.O,)
@@ -150,7 +179,7 @@ def shelf_fields(side: int, backward: bool, results: bool) -> list[Field]:
 
 
 def field_sizes(side: int, backward: bool, results: bool, amount: int, shape: Shape) -> list[int]:
-    """Bytes of each of :func:`shelf_fields` on a shelf of ``amount`` rows x heads."""
+    """Return the bytes of each tensor of :func:`shelf_fields` on a shelf of ``amount`` rows x heads."""
     found = []
     for field in shelf_fields(side, backward, results):
         each = shape.accumulator_bytes if results or field.precise else shape.element_bytes
@@ -161,15 +190,16 @@ def field_sizes(side: int, backward: bool, results: bool, amount: int, shape: Sh
 
 
 def kept_starts(amounts: list[int], shape: Shape) -> list[int]:
-    """Where the keys of shelves of so many rows x heads begin in the memory that is kept for a backward,
-    and where the last end.
+    """Return where the keys of each shelf begin in the memory that is kept for a backward, and where the last end.
+
+    ``amounts`` are the rows x heads of the shelves.
     """
     return aligned_starts([aligned_starts(field_sizes(KEYS, False, False, a, shape))[-1] for a in amounts])
 
 
 @dataclass(frozen=True)
 class _Tenant:
-    """Bytes that exist from half slot ``first`` to ``last``, by the name they have in a layout."""
+    """``size`` bytes that exist from half slot ``first`` to half slot ``last``; ``key`` is its name in a layout."""
 
     key: tuple[str | int, ...]
     size: int
@@ -178,6 +208,7 @@ class _Tenant:
 
 
 def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator[_Tenant]:
+    """Yield the inputs and the results of each shelf that a rank receives in a pass."""
     program, inputs = plan.programs[mask][backward], pass_inputs(plan, mask, backward)
     arriving = inputs.take(inputs.target == rank)
     if len(arriving) == 0:
@@ -186,8 +217,7 @@ def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator
     shelves, shelf = _groups(np.stack([side, arriving.stage, arriving.h0, arriving.h1]))
     rows = np.bincount(shelf, arriving.stop - arriving.start).astype(np.int64)
     holds_queries, stage = shelves[0] == QUERIES, shelves[1]
-    # The last work on a shelf is that with the last shelf of the other side; own tokens are there from their own stage
-    # on.
+    # The last work on a shelf is its work with the last shelf of the other side, or with own tokens (own_stage).
     queries, keys = (int(stage[shelves[0] == s].max(initial=program.own_stage)) for s in (QUERIES, KEYS))
     work = 2 * work_slot(np.where(holds_queries, stage, queries), np.where(holds_queries, keys, stage)) + 1
     last = {False: work.copy(), True: work.copy()}
@@ -207,9 +237,9 @@ def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator
 
 
 def _uses(t: Transfers, rank: int) -> Iterator[tuple[bool, Transfers, Ints]]:
-    """Transfers that read what lies on this rank's shelves: whether results, which, and in which half slots.
+    """Yield (whether results are read, transfers, half slots) for the transfers that read from shelves of a rank.
 
-    Results that come in to be added leave again later, so they need no line of their own.
+    Results that arrive to be added need no entry: the sum leaves later, which is an entry.
     """
     output, others = t.is_output, t.owner != rank
     leaves = (t.source == rank) & (t.target != rank)
@@ -223,7 +253,7 @@ def _uses(t: Transfers, rank: int) -> Iterator[tuple[bool, Transfers, Ints]]:
 
 
 def _found_in(arriving: Transfers, pieces: Transfers) -> Ints:
-    """For each of ``pieces`` the row of ``arriving`` that brought it."""
+    """Return, for each of ``pieces``, the row of ``arriving`` that brought it to the rank."""
 
     def keys(t: Transfers) -> Ints:
         return np.stack([_side(t), t.owner, t.start, t.stop, t.h0, t.h1])
@@ -235,6 +265,7 @@ def _found_in(arriving: Transfers, pieces: Transfers) -> Ints:
 
 
 def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator[_Tenant]:
+    """Yield the messages that a rank sends and those it receives, for each stage of a pass."""
     program = plan.programs[mask][backward]
     t, ahead = program.transfers, program.execution.ahead
     t = t.take(((t.source == rank) | (t.target == rank)) & (t.source != t.target))
@@ -245,15 +276,16 @@ def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterat
         sizes = -(-np.bincount(message.reshape(-1), size).astype(np.int64) // ALIGNMENT) * ALIGNMENT
         stages, of = np.unique(messages // plan.ranks, return_inverse=True)
         for number, total in zip(stages.tolist(), np.bincount(of.reshape(-1), sizes).tolist(), strict=True):
-            # What is posted in its own slot is so before that slot waits: before the sends of the stage in front have
-            # surely left.
+            # A stage that is posted in its own slot (ahead 0) is posted before that slot waits, so the sends of the
+            # stage before may not have left yet: count it as posted one slot earlier.
             posted = number - max(int(ahead[number]), 1)
             yield _Tenant((what, number), int(total), 2 * posted + 1, 2 * number + last)
 
 
 def _groups(columns: Ints) -> tuple[Ints, Ints]:
-    """The different columns in ascending order, the first row leading,
-    and which of them each is (faster than numpy's own).
+    """Return the distinct columns in ascending order, and for each given column its index among them.
+
+    This is ``np.unique(columns, axis=1, return_inverse=True)``, but faster.
     """
     order = np.lexsort(columns[::-1])
     ordered = columns[:, order]
@@ -265,6 +297,7 @@ def _groups(columns: Ints) -> tuple[Ints, Ints]:
 
 
 def _side(t: Transfers) -> Ints:
+    """Return the side of each transfer, ``QUERIES`` or ``KEYS``."""
     return np.where(np.isin(t.kind, QUERY_SIDED), QUERIES, KEYS)
 
 
@@ -272,7 +305,7 @@ def _side(t: Transfers) -> Ints:
 
 
 def _kept_keys(plan: Plan, rank: int, mask: int) -> int:
-    """Bytes of received keys that one layer keeps for its backward."""
+    """Return the bytes of received keys that one layer keeps for its backward."""
     if not plan.programs[mask][1].keys_kept:
         return 0
     inputs = pass_inputs(plan, mask, False)
@@ -283,29 +316,68 @@ def _kept_keys(plan: Plan, rank: int, mask: int) -> int:
 
 
 def _saved(shape: Shape) -> int:
-    """Bytes of a token's q, k, v, output and LSE."""
+    """Return the bytes of one token's q, k, v, output and LSE in one layer."""
     wide = shape.heads * (shape.head_dim + shape.v_head_dim) + shape.kv_heads * (shape.head_dim + shape.v_head_dim)
     return wide * shape.element_bytes + shape.heads * STATISTICS_BYTES
 
 
-def _results(shape: Shape, in_order: bool) -> int:
-    """Bytes of a token's results before they are returned, in the direction that holds more."""
+def _results(shape: Shape, in_order: bool, once: bool) -> int:
+    """Return the bytes of one token's results before they are returned, in the direction that needs more.
+
+    ``in_order`` says that the rank's tokens are in stream order, so that no reordered copies are needed; ``once`` says
+    that dq is written once and never summed up.
+    """
     e, acc, h, d, dv = shape.element_bytes, shape.accumulator_bytes, shape.heads, shape.head_dim, shape.v_head_dim
-    out = h * dv * acc if e != acc else 0  # else the output that is returned is where it accumulated
-    grads = (h * d + shape.kv_heads * (d + dv)) * acc + h * STATISTICS_BYTES
+    out = h * dv * acc if e != acc and not once else 0  # else the output is returned from where it accumulated
+    grads = (h * d * (not once) + shape.kv_heads * (d + dv)) * acc + h * STATISTICS_BYTES
     if not in_order:
         inputs = (h * d + shape.kv_heads * (d + dv)) * e
         out, grads = out + inputs, grads + inputs + h * dv * e + 2 * h * STATISTICS_BYTES
     return max(out, grads)
 
 
+def _passing_gradients(shape: Shape, in_order: bool, once: bool) -> int:
+    """Return the bytes of one token's gradient of the output, and of the gradients rounded while sums still exist.
+
+    Reordered copies do not exist any more at that time, and they were larger.
+    """
+    e, h, d, dv = shape.element_bytes, shape.heads, shape.head_dim, shape.v_head_dim
+    rounds = e != shape.accumulator_bytes
+    dq = h * d * e if once or (rounds and in_order) else 0
+    return h * dv * e + dq + (shape.kv_heads * max(d, dv) * e if once and rounds else 0)
+
+
+def _needs_nobody(plan: Plan, rank: int, mask: int) -> bool:
+    """Return whether a rank neither sends nor receives anything, and every row of the batch sees a key."""
+    if any(((p.transfers.source == rank) | (p.transfers.target == rank)).any() for p in plan.programs[mask]):
+        return False
+    return _all_rows_see(plan, mask)
+
+
+def _all_rows_see(plan: Plan, mask: int) -> bool:
+    """Return whether every row of the batch sees a key; a pad sees none."""
+    batch, layer = plan.batch, plan.batch.masks[mask]
+    slices = trim(layer.slices)
+    document = np.repeat(np.arange(batch.documents), np.diff(layer.first))
+    some = slices[:, Q0] < slices[:, Q1]
+    _, start, stop = united(document[some], slices[some, Q0], slices[some, Q1])
+    return plan.placement.pads == 0 and int((stop - start).sum()) == batch.tokens
+
+
+def _arriving_rows(plan: Plan, rank: int, mask: int) -> int:
+    """Return the number of rows that a rank receives as inputs, over both directions."""
+    inputs = [pass_inputs(plan, mask, backward) for backward in (False, True)]
+    return int(sum((t.stop - t.start)[t.target == rank].sum() for t in inputs))
+
+
 def _in_stream_order(placement: Placement, rank: int) -> bool:
+    """Return whether the local order of a rank's tokens is their order in the stream."""
     start = placement.runs.start[placement.runs.rank == rank]
     return bool((np.diff(start) > 0).all())
 
 
 def _most_rows(plan: Plan, rank: int, mask: int) -> int:
-    """Rows x heads of the largest query shelf of the backward."""
+    """Return the rows x heads of the largest query shelf of the backward; own rows are a shelf too."""
     inputs = pass_inputs(plan, mask, True)
     mine = inputs.take((inputs.target == rank) & (inputs.kind == Kind.Q))
     _, shelf = _groups(np.stack([mine.stage, mine.h0, mine.h1]))

@@ -1,11 +1,12 @@
-"""Placement: who keeps which tokens and who computes which part of attention.
+"""Placement: which rank keeps which tokens, and which rank computes which part of attention.
 
-A :class:`Placement` is a planner's whole answer: *runs* (tokens -> rank), for each mask *regions* (work -> rank), and
-the *traffic* it wants.
+A :class:`Placement` is the result of a planner: *runs* (tokens -> rank), for each mask *regions* (work -> rank), and
+the *traffic*, which says how pieces travel.
 
-Coordinates. Runs are ranges of the stream. Regions are in their document's own rows and keys, with query heads. Pieces
-name tokens by their *owner* and their place among its tokens in stream order ("kept order"), so that everything a rank
-keeps inside a stream range is one piece however it is interleaved with others, and a ring's message is a single piece.
+Coordinates: runs are ranges of the stream. Regions are in the rows and keys of their document, and in query heads.
+Pieces name tokens by their *owner* and by their place among the owner's tokens in stream order, the *kept order*. So
+all tokens that a rank keeps in a stream range are one piece, even if tokens of other ranks lie between them, and a
+message of a ring is a single piece.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Runs(Table):
-    """Ranges of the stream and the rank that keeps each, rank by rank in local order."""
+    """Ranges of the stream and the rank that keeps each; sorted by rank, and for each rank in its local order."""
 
     rank: Ints
     start: Ints
@@ -37,8 +38,9 @@ class Runs(Table):
 
 @dataclass(frozen=True, eq=False)
 class Regions(Table):
-    """Work: the mask of ``document`` inside rows ``q0..q1``, keys ``k0..k1`` and query heads ``h0..h1``,
-    computed by ``rank``.
+    """Parts of the work: ``rank`` computes rows ``q0..q1``, keys ``k0..k1``, query heads ``h0..h1`` of ``document``.
+
+    Only the pairs that the mask of the document allows are computed.
     """
 
     rank: Ints
@@ -55,10 +57,11 @@ class Regions(Table):
 class Traffic:
     """How pieces travel.
 
-    ``needed``: exactly what a rank reads, from its owner; with ``relay`` what ranks of another node read enters that
-    node once. The static methods keep their own: ``ring`` passes all keys of a group round, after an exchange of heads
-    inside each row of the group's grid of ranks; ``gather`` sends all keys of a group to all of it. ``groups`` are
-    grids ``[ring position][head group]`` of ranks.
+    With kind ``needed``, a rank receives exactly what it reads, from the owner; with ``relay``, keys that several ranks
+    of another node read enter that node once. The other kinds are those of the static strategies. With ``ring``, all
+    keys of a group travel round a ring, after heads were exchanged inside each row of the group's grid of ranks. With
+    ``gather``, all keys of a group are sent to all of its ranks. ``groups`` are grids ``[ring position][head group]``
+    of ranks.
     """
 
     kind: str = "needed"
@@ -67,8 +70,9 @@ class Traffic:
 
 
 class Divisions(NamedTuple):
-    """In which stage each rank wants the keys of each block of tokens: ``borders`` on the stream,
-    ``stage[rank, block]`` from 1 on.
+    """The stages in which ranks should receive keys: ``stage[rank, block]``, from 1 on.
+
+    Block b of the stream is the tokens ``borders[b]`` to ``borders[b + 1] - 1``.
     """
 
     borders: Ints
@@ -77,11 +81,11 @@ class Divisions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wishes:
-    """How a planner wants its program scheduled, where its system has a rule for that. The transfers and the execution
-    that come of it are in the plan, wishes are not.
+    """What a planner demands of the scheduler, for published systems that have their own rules for scheduling.
 
-    ``rounds_per_call``: every stage in conflict-free rounds, so many to a call (0: as the scheduler chooses).
-    ``divisions``: which keys travel in which stage (None: as the scheduler chooses).
+    The plan holds the transfers and the execution that result, not the wishes themselves. ``rounds_per_call``: issue
+    every stage in conflict-free rounds, this many per call (0: the scheduler chooses). ``divisions``: which keys travel
+    in which stage (None: the scheduler chooses).
     """
 
     rounds_per_call: int = 0
@@ -89,7 +93,7 @@ class Wishes:
 
 
 class Kept(NamedTuple):
-    """Runs sorted by stream position; ``local`` is where each begins in its rank's kept order."""
+    """The runs sorted by stream position; ``local`` is the place of a run's first token in its rank's kept order."""
 
     start: Ints
     stop: Ints
@@ -99,11 +103,11 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Runs of the stream (documents, then ``pads``) and regions for each mask of the batch.
+    """The result of a planner: runs of the stream (documents, then ``pads``) and regions for each mask of the batch.
 
-    ``assemble_own``: the tokens of a rank are so scattered over the stream that its own work waits for the others'
-    tokens, so that keys can be put in stream order first. ``note`` is what the planner has to say about its choice;
-    that of ``auto`` begins with the strategy it took and ends that name with ": " or " (".
+    ``assemble_own`` says that the tokens of each rank are so scattered over the stream that even work on own tokens
+    waits for received tokens, so that all keys can first be put in stream order. ``note`` is the planner's explanation
+    of its choice; a note of ``auto`` begins with the name of the chosen strategy, followed by ": " or " (".
     """
 
     batch: Batch
@@ -118,7 +122,7 @@ class Placement:
 
     @property
     def stream(self) -> int:
-        """Tokens of the stream, pads included."""
+        """The number of tokens of the stream, pads included."""
         return self.batch.tokens + self.pads
 
     @cached_property
@@ -140,7 +144,7 @@ class Placement:
         return Kept(start, stop, rank, local)
 
     def owned_parts(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Stream ranges as (range index, owner, start, stop in kept order), cut where the owner changes."""
+        """Cut stream ranges where the owner changes; return (range index, owner, start, stop), in kept order."""
         kept = self.kept
         index, run = overlaps(start, stop, kept.start, kept.stop)
         move = kept.local[run] - kept.start[run]
@@ -149,7 +153,7 @@ class Placement:
         return index, kept.rank[run], first, last
 
     def stream_parts(self, owner: int, start: int, stop: int) -> tuple[Ints, Ints]:
-        """The stream ranges (start, stop) of tokens ``start..stop`` of an owner's kept order, ascending."""
+        """Return the ascending stream ranges (starts, stops) of the tokens ``start..stop`` of an owner's kept order."""
         kept = self.kept
         mine = kept.rank == owner
         begin, local = kept.start[mine], kept.local[mine]
@@ -160,7 +164,7 @@ class Placement:
         return (begin + a - local)[keep], (begin + b - local)[keep]
 
     def work(self, mask: int) -> Ints:
-        """Area x query heads each rank computes under mask number ``mask``."""
+        """Return the (query, key) pairs x query heads that each rank computes in one layer of mask number ``mask``."""
         regions = self.regions[mask]
         index, slices = self.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
         heads = (regions.h1 - regions.h0)[index]

@@ -1,10 +1,10 @@
-"""Plan: one batch, planned: a placement, and for each mask and direction what moves when.
+"""Plan: the placement of one batch, and for each mask and direction a program of transfers.
 
-``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask
+``flexcp.schedule.transfers`` makes a plan from a :class:`~flexcp.plan.placement.Placement` by adding a program per mask
 and direction.
 
-The class is its data and its hash. What else can be said about a plan is a function in a module beside this one, with a
-method here that calls it; those modules load when they are asked for.
+The class holds the data and its hash. Everything else that can be computed from a plan (check, memory, text, ...) is a
+function in another module of this package, with a method here that imports the module and calls the function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 
 def digest(header: dict[str, Any], tables: Sequence[Table]) -> str:
-    """The hash of a header and tables."""
+    """Return the hash of a header and tables, as 32 hexadecimal digits."""
     found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for table in tables:
         found.update(len(table).to_bytes(8, "little"))
@@ -46,11 +46,13 @@ def digest(header: dict[str, Any], tables: Sequence[Table]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One batch, planned: immutable, hashable, printable, the same on every rank.
+    """The plan of one batch: immutable, hashable, printable, the same on every rank.
 
-    ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for,
-    ``strategy`` the one that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of
-    who computes what; ``repr(plan)`` and f-strings are one line, for logs.
+    ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy given to the planner
+    and ``strategy`` the one that placed the batch; they differ if ``requested`` is ``auto``. ``layout_given`` says that
+    the user fixed which rank keeps which tokens; like notes it is no part of the hash, because it does not change what
+    runs. ``print(plan)`` shows a picture of which rank computes what; ``repr(plan)`` and f-strings give one line, for
+    logs.
     """
 
     shape: Shape
@@ -59,6 +61,7 @@ class Plan:
     requested: str
     placement: Placement
     programs: tuple[tuple[Program, Program], ...]
+    layout_given: bool = False
 
     @property
     def batch(self) -> Batch:
@@ -70,39 +73,45 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch, with its degree where it has one:
-        what ``auto`` chose, or the one that was asked for.
+        """The strategy that placed the batch (the requested one, or the choice of ``auto``), with its degree.
+
+        For ``usp`` without degrees the chosen degrees are named, because they depend on heads and nodes, which tensor
+        parallelism changes.
         """
+        if self.requested == "usp" and self.placement.traffic.groups:
+            grid = self.placement.traffic.groups[0]
+            return f"usp:{len(grid[0])},{len(grid)}"
         if self.requested != "auto":
             return self.requested
         return self.placement.note.split(": ")[0].split(" (")[0] or self.requested
 
     @property
     def label(self) -> str:
-        """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
+        """The strategy as headings show it: ``blocks``, or ``auto: blocks`` if ``auto`` chose it."""
         from flexcp.plan.text import label
 
         return label(self)
 
     @cached_property
     def hash(self) -> str:
-        """Identity of the plan: equal on ranks, machines and CPU types exactly when the plans are equal.
+        """The identity of the plan: two plans are equal exactly if their hashes are, on any rank, machine or CPU type.
 
-        It covers what was planned for too: the cluster and the cost model with its model, by numbers and by name.
+        The hash also covers what was planned for: cluster, cost model and model, with their names.
         """
         return digest(self.header(), self.tables())
 
     def header(self) -> dict[str, Any]:
-        """Everything of the plan that is not a table, as plain JSON values."""
+        """Return the parts of the plan that are not tables, as plain JSON values."""
         return header(self)
 
     def tables(self) -> list[Table]:
-        """All tables of the plan in a fixed order: what moves, then how each program is executed."""
+        """Return all tables of the plan in a fixed order: :meth:`moving_tables`, then the execution of each program."""
         return [*self.moving_tables(), *(program.execution for pair in self.programs for program in pair)]
 
     def moving_tables(self) -> list[Table]:
-        """The tables that say what is where and what moves: runs, then for each mask regions,
-        forward and backward transfers.
+        """Return the tables of the placement and the transfers: runs, then for each mask regions and transfers.
+
+        The transfers of the forward come before those of the backward.
         """
         found: list[Table] = [self.placement.runs]
         for regions, (forward, backward) in zip(self.placement.regions, self.programs, strict=True):
@@ -116,39 +125,41 @@ class Plan:
         return isinstance(other, Plan) and self.hash == other.hash
 
     def check(self) -> None:
-        """Execute the plan symbolically, forward and backward;
-        raises :class:`flexcp.plan.check.PlanError` on any broken invariant.
+        """Execute the plan symbolically, forward and backward.
+
+        Raise :class:`flexcp.plan.check.PlanError` if it would compute or move something wrongly.
         """
         from flexcp.plan.check import check_plan
 
         check_plan(self)
 
     def bytes(self, backward: bool = False, mask: int = 0) -> Ints:
-        """``[source, target]`` bytes of one layer."""
+        """Return the bytes that each rank sends each other rank in one layer, ``[source, target]``."""
         from flexcp.plan.statistics import bytes_between
 
         return bytes_between(self, backward, mask)
 
     def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
-        """Bytes of one layer that cross between nodes."""
+        """Return the bytes that cross between nodes in one layer."""
         from flexcp.plan.statistics import bytes_between_nodes
 
         return bytes_between_nodes(self, backward, mask)
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction:
-        a connection each.
+        """Return the ranks that ``rank`` sends to or receives from, under any mask and in either direction.
+
+        Each of them needs a connection.
         """
         from flexcp.plan.statistics import peers_of
 
         return peers_of(self, rank)
 
     def work(self, mask: int = 0) -> Ints:
-        """Area x query heads of each rank."""
+        """Return the (query, key) pairs x query heads that each rank computes in one layer."""
         return self.placement.work(mask)
 
     def work_of_layers(self) -> Ints:
-        """The same over all layers: the work of every mask as often as layers have it."""
+        """Return the (query, key) pairs x query heads that each rank computes, summed over all layers of all masks."""
         from flexcp.plan.statistics import work_of_layers
 
         return work_of_layers(self)
@@ -156,8 +167,9 @@ class Plan:
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
     ) -> Rounds:
-        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.plan.rounds`).
-        Made once for each set of arguments.
+        """Return the conflict-free rounds of one layer and their efficiency (:mod:`flexcp.plan.rounds`).
+
+        The result is cached for each set of arguments.
         """
         from flexcp.plan.rounds import plan_rounds
 
@@ -171,14 +183,17 @@ class Plan:
     def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
         return {}
 
-    def memory(self, rank: int) -> Memory:
-        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`)."""
+    def memory(self, rank: int, kernel: str | None = None) -> Memory:
+        """Return the bytes that attention needs on ``rank``, without allocating them (:mod:`flexcp.plan.memory`).
+
+        ``kernel`` is the name of a kernel (``step.kernels``); without a name, the kernel that needs most is counted.
+        """
         from flexcp.plan.memory import plan_memory
 
-        return plan_memory(self, rank)
+        return plan_memory(self, rank, kernel)
 
     def explain(self) -> str:
-        """One line: the strategy, and where ``auto`` was asked what it took, over what, and by how much, simulated."""
+        """Return one line about the strategy; for ``auto``, what it chose, over what, and by how much (simulated)."""
         from flexcp.plan.text import explanation
 
         return explanation(self)
@@ -189,7 +204,7 @@ class Plan:
         return picture(self)
 
     def __format__(self, spec: str) -> str:
-        """One line in f-strings, which are for logs; ``str(plan)`` and ``print(plan)`` give the picture."""
+        """Return the one-line form, so that f-strings suit logs; ``str(plan)`` and ``print(plan)`` give the picture."""
         return format(repr(self), spec)
 
     def __repr__(self) -> str:

@@ -1,8 +1,9 @@
-"""Positions: where tokens stand in their documents, and who may ask for a token's successor.
+"""Positions: the position of each token in its document, and errors for documents that branch.
 
-In a document that is one sequence a token's position is its place. In one that branches (:mod:`flexcp.masks.branches`)
-it is the token's depth, which every mask of the batch must then mean; and its last token before the branches has
-several successors, so everything that knows one label a token refuses the document by name.
+In a document that is one sequence, the position of a token is its place in the document. In a document that branches
+(:mod:`flexcp.masks.branches`), the position of a token is its depth, and all masks of the batch must give the same
+depths. The last token before a branch has several successors, so code that assumes one label per token has to refuse
+such documents; it does so with the functions of this module.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from flexcp.masks import Mask, Tree
 
 
 def token_positions(batch: Batch, tokens: Ints) -> Ints:
-    """The position of each stream token in its document."""
+    """Return the position of each stream token in its document; raise if masks of the batch disagree about it."""
     if not batch.branches:
         return tokens - batch.starts[batch.document_of(tokens)]
     places = np.arange(batch.tokens) - np.repeat(batch.starts[:-1], batch.lengths)
@@ -22,15 +23,13 @@ def token_positions(batch: Batch, tokens: Ints) -> Ints:
         inside = slice(batch.starts[document], batch.starts[document + 1])
         first, *others = (places[inside] if tree is None else tree.depths() for tree in dict.fromkeys(by_mask))
         if any(not np.array_equal(first, other) for other in others):
-            raise _disagreeing(
-                batch, document, "the positions of its tokens: some branch and some do not, or elsewhere"
-            )
+            raise _disagreeing(batch, document, "the positions of its tokens, because they branch at different places")
         places[inside] = first
     return places[tokens]
 
 
 def agreed_tree(batch: Batch, document: int) -> Tree | None:
-    """The tree that a document is under all masks; None where it is one sequence. Raises where masks disagree."""
+    """Return the tree that a document is under all masks, or None if it is one sequence; raise if masks disagree."""
     by_mask = list(dict.fromkeys(batch.trees.get(document, ())))
     found = next((tree for tree in by_mask if tree is not None), None)
     if found is None:
@@ -42,6 +41,7 @@ def agreed_tree(batch: Batch, document: int) -> Tree | None:
 
 
 def _disagreeing(batch: Batch, document: int, about: str) -> ValueError:
+    """Return the error for a document whose masks disagree."""
     named = ", ".join(f"{mask.name!r} ({mask.rule(document)})" for mask in batch.masks)
     return ValueError(
         f"document {document} has the masks {named}, which disagree about {about}; give all layers masks of one tree "
@@ -50,16 +50,14 @@ def _disagreeing(batch: Batch, document: int, about: str) -> ValueError:
 
 
 def refuse_branches(batch: Batch, what: str) -> None:
-    """Raise for a batch with a document that branches: ``what`` knows one successor of a token."""
+    """Raise if a document of the batch branches, because ``what`` takes only one successor of a token."""
     for document, by_mask in batch.branches.items():
         rule = next(m.rule(document) for m, depth in zip(batch.masks, by_mask, strict=True) if depth is not None)
         raise several_successors(document, rule, what)
 
 
 def refuse_order(batch: Batch, what: str) -> None:
-    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens
-    in the order of the stream.
-    """
+    """Raise if a document of the batch branches, because ``what`` is for layers that read tokens in stream order."""
     for document in batch.branches:
         raise NotImplementedError(
             f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: "
@@ -69,7 +67,7 @@ def refuse_order(batch: Batch, what: str) -> None:
 
 
 def several_successors(document: int, mask: Mask, what: str) -> NotImplementedError:
-    """The refusal of a document that branches."""
+    """Return the error for a document that branches where ``what`` takes only one successor of a token."""
     return NotImplementedError(
         f"document {document} branches under its mask {mask}: its tokens may have several next tokens, and {what} one "
         "next token a row; take step.edges(tokens), every token with each of its next tokens, and step.loss(logits, "

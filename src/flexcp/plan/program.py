@@ -1,9 +1,9 @@
-"""Program: what moves in one pass of one mask, and in which stage.
+"""Program: the transfers of one mask in one direction, and the stage of each.
 
-Stages. In slot s a rank first waits for the transfers of stage s, then posts those of stage s + 1 (or of later ones:
-how far ahead each stage is posted is in :mod:`flexcp.plan.execution`), then computes. Work runs in the earliest slot in
-which its queries and its keys are there (own tokens: slot ``own_stage``). So an input may be forwarded one stage after
-it arrived, and an output may leave two stages after the slot that completed it.
+In slot s a rank first waits for the transfers of stage s, then posts those of stage s + 1 (or of later stages, see
+:mod:`flexcp.plan.execution`), then computes. Work runs in the earliest slot in which its queries and keys are there;
+own tokens are there from slot ``own_stage`` on. So an input can be forwarded one stage after it arrived, and an output
+can leave two stages after the slot that completed it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Transfers(Table):
-    """Pieces on their way: tokens ``start..stop`` of ``owner`` in kept order, heads ``h0..h1``.
+    """Pieces that travel: tokens ``start..stop`` of ``owner`` in kept order, heads ``h0..h1``.
 
-    A transfer whose source is not the owner of an input forwards what it received earlier; an output carries everything
-    its source computed or received for that piece. ``source == target`` is a rank's own tokens entering its arena, and
-    no traffic.
+    If the source of an input is not its owner, it forwards what it received earlier. An output carries the sum of all
+    that its source computed or received for the piece. If source and target are the same, a rank's own tokens enter its
+    arena, without traffic.
     """
 
     stage: Ints
@@ -41,7 +41,7 @@ class Transfers(Table):
     partial: Ints
 
     def bytes(self, shape: Shape) -> Ints:
-        """Bytes on the wire of each transfer."""
+        """Return the bytes that each transfer moves between ranks."""
         each = shape.bytes_per_token_head()[self.kind, self.partial]
         return np.where(self.source == self.target, 0, (self.stop - self.start) * (self.h1 - self.h0) * each)
 
@@ -54,13 +54,13 @@ class Transfers(Table):
 class Program:
     """The transfers of one mask in one direction, sorted by stage, then source, then target.
 
-    ``held[rank]`` is how much of the work on a rank's own rows and own keys, in per mille, waits until the slot after
-    its last inputs, where it hides the way home of what the rank computed for others. Without entries nothing waits.
+    ``held[rank]`` is the share, in per mille, of a rank's work on its own rows and keys that waits until the slot after
+    its last inputs, where it hides the transfers of results to other ranks. If ``held`` is empty, no work waits.
 
-    ``keys_kept`` (backward only): every rank kept the keys it received in the forward, so none travel again. What
-    arrived in stage s of the forward is there from slot s - 1 on.
+    ``keys_kept`` (backward only) says that every rank kept the keys it received in the forward, so that no keys travel.
+    Keys that arrived in stage s of the forward are there from slot s - 1 of the backward on.
 
-    ``execution`` says of every stage how and when it is posted, and what the work beside it leaves free.
+    ``execution`` says how and when each stage is posted, and how many multiprocessors its slot leaves free.
     """
 
     transfers: Transfers

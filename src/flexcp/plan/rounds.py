@@ -1,17 +1,18 @@
-"""Rounds: a stage's messages in an order in which no port is asked for twice at once.
+"""Rounds: cut the messages of a stage into chunks, and order the chunks so that no two use a port at the same time.
 
-What one rank sends another in a stage is one message. Inside a node and across nodes are two *levels* with ports of
-their own, and what moves in one stage on one level is an *exchange*. Its messages are cut into chunks of at most
-``chunk_bytes``, and the chunks coloured into rounds (:mod:`flexcp.plan.compiled_rounds`): in a round every rank sends
-to one peer at most and receives from one at most. There are exactly as many rounds as the busiest port has chunks;
-fewer cannot be. A few consecutive rounds are a *call*, what an executor posts together.
+Everything that one rank sends another in a stage is one message. Transfers inside nodes and across nodes are two
+*levels* with separate ports, and the messages of one stage on one level are an *exchange*. Messages are cut into chunks
+of at most ``chunk_bytes``, and chunks are assigned to rounds by edge colouring (:mod:`flexcp.plan.compiled_rounds`): in
+a round, every rank sends to at most one peer and receives from at most one. There are as many rounds as the busiest
+port has chunks, which is the minimum. A *call* is a few consecutive rounds that the executor posts together.
 
-A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. What an exchange
-loses is its *efficiency*: the sum over rounds of the largest chunk / the bytes of the busiest port, 1.0 when that port
-never waits. Smaller chunks lose less and start more messages. Unless told, an exchange keeps whole messages and halves
-its chunks only while it loses more than ``WORTH_PERMILLE`` says and a chunk takes longer than its start-up.
+A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. The *efficiency*
+of an exchange is the sum over rounds of the largest chunk, divided by the bytes of the busiest port: 1.0 if that port
+never waits, more if it does. Smaller chunks waste less time but start more messages. By default, messages stay whole,
+and the chunk size is halved only while the efficiency is above ``WORTH_PERMILLE`` and a chunk takes longer than its
+start-up.
 
-Everything is integers from the plan, so every rank finds the same rounds.
+All of this is integer arithmetic on the plan, so every rank finds the same rounds.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 WORTH_PERMILLE = 1050
-"""Chunks are small enough when their rounds take no longer than this, against the busiest port."""
+"""Chunks are small enough if their rounds take at most this per mille of the busiest port's bytes."""
 MOST_CHUNKS = 16
-"""The largest message of an exchange is cut into no more chunks than this."""
+"""The largest message of an exchange is cut into at most this many chunks."""
 ALIGNMENT = 16
-"""Chunks begin at multiples of this, unless the user's own size does not."""
+"""Chunks begin at multiples of this many bytes, unless the user gives another chunk size."""
 
 
 @dataclass(frozen=True, eq=False)
 class Messages(Table):
-    """All bytes from one rank to another in one exchange."""
+    """The messages of a program: ``size`` bytes from ``source`` to ``target`` in one exchange."""
 
     exchange: Ints
     source: Ints
@@ -50,10 +51,10 @@ class Messages(Table):
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Table):
-    """Bytes ``start..stop`` of the message from ``source`` to ``target`` of an exchange,
-    in the order of exchange, round and source.
+    """Parts of messages: bytes ``start..stop`` of the message from ``source`` to ``target`` in an exchange.
 
-    ``exchange`` is a row of :class:`Exchanges`; rounds count from 0 in each.
+    ``exchange`` is a row of :class:`Exchanges`; rounds count from 0 in each exchange. Rows are sorted by exchange,
+    round and source.
     """
 
     exchange: Ints
@@ -66,11 +67,10 @@ class Chunks(Table):
 
 @dataclass(frozen=True, eq=False)
 class Exchanges(Table):
-    """What moves in a stage inside nodes (``across`` 0) or across them (1), at least one byte;
-    sorted by stage and level.
+    """The exchanges of a program: the messages of one stage inside nodes (``across`` 0) or across nodes (1).
 
-    ``spent`` is the sum over rounds of the largest chunk, ``port`` what the busiest port sends or receives; both are
-    bytes.
+    Every exchange moves at least one byte. ``spent`` is the sum over rounds of the largest chunk, ``port`` the bytes
+    that the busiest port sends or receives. Rows are sorted by stage and level.
     """
 
     stage: Ints
@@ -82,13 +82,13 @@ class Exchanges(Table):
 
     @property
     def efficiency(self) -> NDArray[np.float64]:
-        """Time of the rounds against the busiest port's; 1.0 is perfect."""
+        """Time of the rounds relative to the time that the busiest port needs: 1.0 is perfect, more is worse."""
         return self.spent / self.port
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The rounds of a program, and how many of them are posted together (None: all)."""
+    """The rounds of a program; ``rounds_per_call`` is how many of them are posted together (None: all)."""
 
     exchanges: Exchanges
     chunks: Chunks
@@ -96,7 +96,7 @@ class Rounds:
 
     @property
     def call(self) -> Ints:
-        """The call of each chunk, from 0 in each exchange."""
+        """The call of each chunk; calls count from 0 in each exchange."""
         number = self.chunks.round
         return number * 0 if self.rounds_per_call is None else number // self.rounds_per_call
 
@@ -108,8 +108,8 @@ def plan_rounds(
     chunk_bytes: int | None = None,
     rounds_per_call: int | None = None,
 ) -> Rounds:
-    """The rounds of every stage and level of a program; without ``chunk_bytes`` each has chunks as large as pays."""
-    from flexcp.plan.compiled_rounds import in_rounds  # compiled: only who asks for rounds loads Numba
+    """Return the rounds of every exchange of a program; without ``chunk_bytes`` a chunk size is chosen for each."""
+    from flexcp.plan.compiled_rounds import in_rounds  # imported here because it loads Numba
 
     if chunk_bytes is not None:
         _check_count("chunk_bytes", chunk_bytes)
@@ -133,10 +133,10 @@ def plan_rounds(
 
 
 def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Messages, Ints, Ints]:
-    """The messages of a program; stage and level of each exchange.
+    """Return the messages of a program, and the stage and the level of each exchange.
 
-    Every rank begins with its next neighbour: where sizes are equal, an exchange of all with all falls into rounds by
-    itself.
+    In an exchange, messages are sorted by the distance from source to target: every rank begins with its next
+    neighbour. If all ranks exchange messages of equal size, this order alone is conflict-free.
     """
     transfers, size = program.transfers, program.transfers.bytes(shape)
     node, ranks = cluster.ranks_per_node, cluster.ranks
@@ -158,7 +158,7 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
 
 
 def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:
-    """The most bytes that one rank sends or receives in each exchange."""
+    """Return, for each exchange, the most bytes that one rank sends or receives."""
     sides = (messages.source, messages.target)
     totals = [sums(messages.exchange * ranks + rank, messages.size, exchanges * ranks) for rank in sides]
     most: Ints = np.maximum(*totals).reshape(exchanges, ranks).max(axis=1, initial=0)
@@ -166,5 +166,6 @@ def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:
 
 
 def _check_count(name: str, value: int) -> None:
+    """Raise unless ``value`` is an integer of at least 1."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")

@@ -1,8 +1,8 @@
-"""Sequences of a batch: which tokens follow which, and which sequences each token is part of. Integers; no tensor.
+"""Sequences of a batch: which token follows which, and which sequences contain each token, as NumPy arrays.
 
-A plain document is one sequence, and a tree has one for each of its ends; they are numbered document by document. Every
-token but the first of a path follows exactly one token, so an *edge*, a token and one of its next tokens, is named by
-the next token. The sequences through a token are neighbours in ``by_end``.
+A plain document is one sequence, and a tree has one sequence for each of its ends. Sequences are numbered document by
+document. Every token but the first of a path follows exactly one token. So an *edge* (a token and one of its next
+tokens) is identified by the next token. In ``by_end``, the sequences that contain a token are neighbours.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from flexcp.plan.positions import agreed_tree, token_positions
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Of each stream token the token it follows (-1: none), its depth, and its sequences:
-    ``by_end[first : first + count]``.
+    """The sequences of a batch.
+
+    For stream token t, ``predecessors[t]`` is the token it follows (-1: none), ``depths[t]`` its depth, and
+    ``by_end[first[t] : first[t] + count[t]]`` are the sequences that contain it.
     """
 
     predecessors: Ints
@@ -30,19 +32,19 @@ class Sequences:
     count: Ints
     by_end: Ints
     lengths: Ints
-    """Tokens of each sequence."""
+    """The number of tokens of each sequence."""
     documents: Ints
     """The document of each sequence."""
     starts: Ints
-    """The first token of that document."""
+    """The first stream token of the document of each sequence."""
     trees: dict[int, tuple[int, Tree]]
-    """Of each sequence in a tree its end and that tree."""
+    """For each sequence of a tree: the segment it ends in, and the tree."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def path(self, sequence: int) -> Ints:
-        """The stream tokens of a sequence."""
+        """Return the stream tokens of a sequence."""
         if sequence not in self.trees:
             return np.arange(self.lengths[sequence]) + int(self.starts[sequence])
         end, tree = self.trees[sequence]
@@ -50,22 +52,22 @@ class Sequences:
 
     @cached_property
     def places(self) -> Ints:
-        """Where each sequence begins when all of them are laid end to end, with their total at the end."""
+        """The start of each sequence if all sequences are laid end to end; the last entry is their total length."""
         return offsets(self.lengths)
 
     def pairs(self, tokens: Ints) -> tuple[Ints, Ints]:
-        """(place in ``tokens``, sequence) for every sequence of every listed token."""
+        """Return (position in ``tokens``, sequence) for every sequence that contains a listed token."""
         index, within = spread(self.count[tokens])
         return index, self.by_end[self.first[tokens][index] + within]
 
     def sums(self, tokens: Ints, values: np.ndarray) -> np.ndarray:
-        """For each listed token the sum of ``values`` (one for each sequence) over its sequences."""
+        """Return, for each listed token, the sum of ``values[sequence]`` over the sequences that contain it."""
         running = np.concatenate([[0.0], np.cumsum(values[self.by_end], dtype=np.float64)])
         return np.asarray(running[self.first[tokens] + self.count[tokens]] - running[self.first[tokens]])
 
 
 def batch_sequences(batch: Batch) -> Sequences:
-    """The sequences of a batch. Masks that disagree about them are refused."""
+    """Return the sequences of a batch; raise if its masks disagree about them."""
     found = {document: agreed_tree(batch, document) for document in batch.trees}
     trees = {document: tree for document, tree in found.items() if tree is not None}
     counts = np.ones(batch.documents, np.int64)
@@ -96,6 +98,6 @@ def batch_sequences(batch: Batch) -> Sequences:
 
 
 def saved_tokens(batch: Batch) -> int:
-    """Tokens that the batch's trees do without: those of their sequences, less their own."""
+    """Return how many tokens the trees of a batch have less than their sequences together."""
     found = (next(tree for tree in by_mask if tree is not None) for by_mask in batch.trees.values())
     return sum(max(0, int(tree.sequence_lengths.sum()) - tree.tokens) for tree in found)

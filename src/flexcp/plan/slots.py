@@ -1,13 +1,13 @@
-"""Slots: when the inputs of a pass are there, and in which slot work runs.
+"""Slots: the slot from which on each input of a pass is there, and the slot in which work runs.
 
-The executor that does the work, the simulator that times it and the memory that holds its inputs all ask here:
+The executor, the simulator and the memory computation all use these rules:
 
-- what arrives in stage s is there from slot s on, a rank's own tokens from the program's ``own_stage`` on, and keys
-  that were kept of the forward one slot before the stage that brought them;
-- work runs in the first slot in which its queries and its keys are there;
-- the share of own work that a program holds back runs in the slot after the rank's last inputs.
+- Pieces of stage s are there from slot s on, a rank's own tokens from slot ``own_stage`` on. Keys that were kept from
+  stage s of the forward are there from slot s - 1 on.
+- Work runs in the first slot in which its queries and its keys are there.
+- Held work runs in the slot after the rank's last inputs.
 
-Only :mod:`flexcp.plan.check` has these rules in words of its own, so that it can find a mistake made here.
+Only :mod:`flexcp.plan.check` implements these rules a second time, so that it can find a mistake made here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 def pass_inputs(plan: Plan, mask: int, backward: bool) -> Transfers:
-    """The q and kv pieces of a pass; ``stage`` is the slot from which on each is there."""
+    """Return the q and kv pieces of a pass; their ``stage`` is the slot from which on they are there."""
     forward, program = plan.programs[mask][0].transfers, plan.programs[mask][backward]
     kind = program.transfers.kind
     found = program.transfers.take((kind == Kind.Q) | (kind == Kind.KV))
@@ -36,15 +36,15 @@ def pass_inputs(plan: Plan, mask: int, backward: bool) -> Transfers:
 
 
 def work_slot(queries: Ints, keys: Ints) -> Ints:
-    """The slot in which work runs, from the slots in which its queries and its keys are there."""
+    """Return the slot in which work runs, from the first slots in which its queries and its keys are there."""
     return np.maximum(queries, keys)
 
 
 def held_slot(program: Program, last_input: Ints) -> Ints:
-    """The slot in which held work runs, from the stages of ranks' last inputs (0 for a rank without any).
+    """Return the slot in which each rank runs its held work, from the stages of the ranks' last inputs (0: no inputs).
 
-    A rank without inputs does so when the first inputs of others are worked on: those of stage 1, or kept keys, which
-    are there in slot 0.
+    A rank without inputs runs its held work as if it had inputs of the first stage: stage 1, or slot 0 if the program
+    keeps keys.
     """
     earliest = 0 if program.keys_kept else 1
     slot: Ints = np.minimum(np.maximum(last_input, earliest) + 1, program.stages - 1)

@@ -1,4 +1,4 @@
-"""Statistics: who sends how much to whom in a plan, and what ranks compute over all layers."""
+"""Statistics: the bytes that ranks send each other in a plan, and the work of ranks over all layers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Ints = NDArray[np.int64]
 
 
 def bytes_between(plan: Plan, backward: bool, mask: int) -> Ints:
-    """``[source, target]`` bytes of one layer."""
+    """Return the bytes that each rank sends each other rank in one layer, ``[source, target]``."""
     transfers, ranks = plan.programs[mask][backward].transfers, plan.ranks
     flat = sums(transfers.source * ranks + transfers.target, transfers.bytes(plan.shape), ranks * ranks)
     return flat.reshape(ranks, ranks)
 
 
 def bytes_between_nodes(plan: Plan, backward: bool, mask: int) -> int:
-    """Bytes of one layer that cross between nodes."""
+    """Return the bytes that cross between nodes in one layer."""
     node = np.arange(plan.ranks) // plan.cluster.ranks_per_node
     return int(bytes_between(plan, backward, mask)[node[:, None] != node[None, :]].sum())
 
 
 def bytes_a_layer(plan: Plan) -> int:
-    """Bytes of one layer, forward and backward: the mean over all layers, whatever their masks."""
+    """Return the bytes that all ranks send in one layer, forward and backward, as a mean over the layers."""
     masks = plan.batch.masks
     moved = sum(
         mask.layers * int(plan.programs[m][way].transfers.bytes(plan.shape).sum())
@@ -36,7 +36,7 @@ def bytes_a_layer(plan: Plan) -> int:
 
 
 def work_of_layers(plan: Plan) -> Ints:
-    """Area x query heads of each rank, summed over all layers."""
+    """Return the (query, key) pairs x query heads that each rank computes, summed over all layers."""
     found = np.zeros(plan.ranks, np.int64)
     for number, mask in enumerate(plan.batch.masks):
         found += mask.layers * plan.work(number)
@@ -44,7 +44,7 @@ def work_of_layers(plan: Plan) -> Ints:
 
 
 def peers_of(plan: Plan, rank: int) -> list[int]:
-    """The ranks that ``rank`` sends to or receives from, under any mask and in either direction."""
+    """Return the ranks that ``rank`` sends to or receives from, under any mask and in either direction."""
     met: set[int] = set()
     for program in (p for pair in plan.programs for p in pair):
         transfers = program.transfers

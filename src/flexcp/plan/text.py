@@ -1,5 +1,7 @@
-"""A plan as text: its name, a line for logs, and a picture of who keeps and computes what,
-with work and bytes per rank.
+"""Text: a plan as a heading, as a line for logs, and as a picture.
+
+The picture shows which rank keeps and computes what, with the work and bytes of each rank. Ranks are shown as one
+character of :data:`DIGITS`; ``MANY`` stands for several ranks and ``.`` for none.
 """
 
 from __future__ import annotations
@@ -21,19 +23,17 @@ MANY = "*"
 
 
 def label(plan: Plan) -> str:
-    """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
-    return plan.strategy if plan.strategy == plan.requested else f"{plan.requested}: {plan.strategy}"
+    """Return the strategy for headings: ``blocks``, or ``auto: blocks`` if ``auto`` chose it."""
+    return f"auto: {plan.strategy}" if plan.requested == "auto" else plan.strategy
 
 
 def one_line(plan: Plan) -> str:
-    """The plan in a line of a log: what ``repr(plan)`` and f-strings show."""
+    """Return the plan as one line for logs, which ``repr(plan)`` and f-strings show."""
     return f"<Plan {label(plan)} {plan.hash[:12]}: {plan.batch.tokens} tokens on {plan.ranks} ranks>"
 
 
 def explanation(plan: Plan) -> str:
-    """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much;
-    or what the asked strategy has to say.
-    """
+    """Return one line about the strategy: what ``auto`` chose, over what and by how much, or the planner's note."""
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
     if plan.requested == "auto":
@@ -42,8 +42,10 @@ def explanation(plan: Plan) -> str:
 
 
 def picture(plan: Plan) -> str:
-    """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them,
-    a line per rank.
+    """Return what ``print(plan)`` shows.
+
+    It is a strip of the stream by the ranks that keep it, the attention matrix of the longest document by the ranks
+    that compute it, and a line per rank.
     """
     note = [visible(explanation(plan))] if plan.placement.note else []
     parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
@@ -51,6 +53,7 @@ def picture(plan: Plan) -> str:
 
 
 def _title(plan: Plan) -> str:
+    """Return the first line of the picture: hash, strategy, cluster, documents, tokens and masks."""
     batch = plan.batch
     masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
     return (
@@ -60,13 +63,14 @@ def _title(plan: Plan) -> str:
 
 
 def _letter(ranks: Ints) -> str:
+    """Return the character for a cell of the picture that these ranks keep or compute."""
     if len(ranks) == 0:
         return "."
     return MANY if (ranks != ranks[0]).any() else DIGITS[int(ranks[0]) % len(DIGITS)]
 
 
 def _strip(plan: Plan) -> list[str]:
-    """Who keeps the stream, left to right, and where documents begin."""
+    """Return two lines over the stream from left to right: where documents begin, and which rank keeps the tokens."""
     kept, stream = plan.placement.kept, plan.placement.stream
     columns = min(WIDTH, stream)
     edges = np.arange(columns + 1) * stream // columns
@@ -80,7 +84,10 @@ def _strip(plan: Plan) -> list[str]:
 
 
 def _rows(plan: Plan) -> list[str]:
-    """The attention matrix of the longest document, each cell by who computes it (first mask, first head)."""
+    """Return the attention matrix of the longest document; a cell shows the rank that computes it.
+
+    The matrix is that of the first mask and the first head.
+    """
     document = int(np.argmax(plan.batch.lengths))
     length = int(plan.batch.lengths[document])
     cells = min(24, length)
@@ -112,6 +119,7 @@ def _rows(plan: Plan) -> list[str]:
 
 
 def _table(plan: Plan) -> list[str]:
+    """Return a line with tokens, work, bytes and memory for each rank, and a line of totals."""
     work, tokens = plan.work_of_layers(), plan.placement.tokens
     forward, backward = plan.bytes(), plan.bytes(backward=True)
     mean = max(1.0, float(work.mean()))

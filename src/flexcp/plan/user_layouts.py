@@ -1,4 +1,4 @@
-"""User layouts: where the tokens already are, when the user says so, as one index map per rank."""
+"""User layouts: turn the user's ``layout=`` argument, which says where tokens already are, into index maps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Ints = NDArray[np.int64]
 
 
 def user_layout(layout: str | Sequence[Sequence[int]], tokens: int, ranks: int) -> tuple[Ints, ...] | None:
-    """The index map of a layout's name or of the user's own arrays; None for ``"free"``."""
+    """Return the stream tokens of each rank, from the name of a layout or from one index array per rank.
+
+    Return None for ``"free"``, which leaves the choice to the planner.
+    """
     if isinstance(layout, str):
         if layout == "free":
             return None

@@ -91,10 +91,13 @@ def refuse_over_cap(request: Request) -> None:
     if request.equal_tokens and request.pad_to > 1:
         limit += f" in multiples of pad_to={request.pad_to}"
     longest = int(lengths.argmax())
+    multiple = request.pad_to if request.equal_tokens else 1
+    least = -(-int(lengths[longest]) // (request.ranks * multiple)) * multiple
     if int(lengths[longest]) > room:
         raise Refused(
             f"document {longest} has {int(lengths[longest])} tokens, more than {request.ranks} ranks keep together "
-            f"with {limit}; raise the cap, use more ranks, or cut the document"
+            f"with {limit}; raise the cap to {least}, use more ranks, "
+            "or cut the document"
         )
     if request.batch.tokens > room:
         raise Refused(
@@ -114,7 +117,7 @@ def refuse_over_memory(request: Request, plan: Plan) -> None:
         kept = f" + {most.kept_keys} of kept keys" if most.kept_keys else ""
         raise Refused(
             f"attention needs {most.total} bytes on rank {most.rank} (arena {most.arena} + {most.layers} layers x "
-            f"{most.saved} saved for the backward{kept} + {most.results + most.scratch} in a pass), over "
+            f"{most.saved} saved for the backward{kept} + {most.in_a_pass} in a pass), over "
             f"max_memory_per_rank={cap}; raise the cap, {'lower keep_kv, ' if most.kept_keys else ''}use more ranks, "
             "another strategy, or smaller micro-batches"
         )

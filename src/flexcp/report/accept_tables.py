@@ -1,4 +1,4 @@
-"""The first run on a cluster: what passed and what did not, then ranks, links and strategies, a table each."""
+"""Report sections of ``flexcp accept``: the verdict and its checks, then tables of ranks, links and strategies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexcp.report.sections import Section, table_section, words_section
 
 
 def accept_sections(found: Acceptance) -> list[Section]:
-    """Everything that was found; tables of what was not reached are left out."""
+    """Return the sections of everything that was measured; tables of checks that did not run are left out."""
     verdict = "All checks passed." if found.passed else "Not accepted:"
     setting = found.setting
     figures = [

@@ -1,4 +1,4 @@
-"""Advice in plain words, for the terminal and the page alike: paragraphs under short titles."""
+"""Advice in plain words for the terminal and the page: paragraphs under short titles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Paragraphs = list[tuple[str, list[str]]]
 
 
 def advice_words(advice: Advice) -> Paragraphs:
-    """(title, paragraphs) from the documents to what to do."""
+    """Return (title, paragraphs) pairs: the documents, the static method, the gains, what to do."""
     return [
         ("Your documents", [_documents(advice), _setting(advice)]),
         ("Static context parallelism", [_static(advice)]),
@@ -27,12 +27,12 @@ def advice_words(advice: Advice) -> Paragraphs:
 
 
 def gain_words(advice: Advice, answer: Answer) -> str:
-    """A gain, and over what."""
+    """Return the gain of an answer and what it is relative to, in words."""
     return f"{advice.gain(answer):.2f} times the speed of {advice.static.name}"
 
 
 def how_sure(advice: Advice) -> str:
-    """What is known of such predictions."""
+    """Return a sentence on the known error of such predictions."""
     return f"Nothing of this was measured. {in_a_sentence(sure_words(advice.question.cost))}"
 
 
@@ -52,7 +52,7 @@ def _documents(advice: Advice) -> str:
 
 
 def _pairs(lengths: NDArray[np.int64], masks: Mapping[str, tuple[Mask, int]]) -> NDArray[np.float64]:
-    """The (query, key) pairs of each document, in all layers."""
+    """Return the number of (query, key) pairs of each document, summed over all layers."""
     found = np.zeros(len(lengths))
     for mask, layers in masks.values():
         documents, slices = mask.slices_of(lengths)
@@ -82,7 +82,7 @@ def _setting(advice: Advice) -> str:
 
 
 def _sentence(words: str) -> str:
-    """Words as a sentence behind others, if there are any."""
+    """Return the words as a further sentence (leading space, capital, full stop), or nothing if there are none."""
     return f" {words[0].upper()}{words[1:]}." if words else ""
 
 
@@ -150,7 +150,7 @@ def _ms(answer: Answer) -> str:
 
 
 def _in_what_was_seen(advice: Advice) -> str:
-    """A verdict of passes without the longest documents is one of those passes."""
+    """Return a restriction of the verdict if no simulated pass has a document of the greatest length, else nothing."""
     if advice.longest_in[0] or not advice.longest_in[1]:
         return ""
     return (

@@ -1,7 +1,8 @@
-"""Lines to copy: what turning flexcp on takes in each framework, with the user's own numbers filled in.
+"""Code to copy: the lines that turn flexcp on in each framework, with the user's own numbers filled in.
 
-A planner that is made of them plans what was simulated: it has the same heads, cluster, step, cost model and cap, and
-batches the same masks with their layers. The frameworks' own planners take from the framework what it knows itself.
+A planner made by these lines plans what was simulated: it has the same heads, cluster, step, cost model and cap, and
+its batches have the same masks with the same layers. Where a framework already knows some of these, its own ``planner``
+function reads them from there.
 """
 
 from __future__ import annotations
@@ -100,13 +101,13 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Lines:
-    """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
+    """The numbers that are filled into the lines; ``swap`` keeps tokens where a contiguous split has them.
 
-    ``training`` is the step that was simulated, ``cluster`` what tensor parallelism leaves. ``cost_file`` is the
-    calibration that was used.
+    ``training`` is the step that was simulated, ``cluster`` the ranks left to context parallelism after tensor
+    parallelism, ``cost_file`` the calibration that was used, if any.
 
-    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest
-    document, which a batch must hold.
+    ``step_tokens`` are the tokens of a training step, which takes ``micro_batches`` passes; ``longest`` is the length
+    of the longest document, which has to fit into a batch.
     """
 
     training: Training
@@ -122,22 +123,22 @@ class Lines:
 
     @property
     def shape(self) -> Shape:
-        """The heads that a rank has."""
+        """The attention shape of one rank."""
         return self.training.model.shape
 
     @property
     def tp(self) -> int:
-        """Over how many ranks tensor parallelism divided heads."""
+        """Number of ranks over which tensor parallelism divides the heads."""
         return self.training.tp
 
     @property
     def budget(self) -> int:
-        """Tokens of a pass."""
+        """Tokens of one pass."""
         return max(-(-self.step_tokens // self.micro_batches), self.longest)
 
     @property
     def why_budget(self) -> str:
-        """Where the budget comes from."""
+        """Comment for the code that says how the budget was found."""
         ranks, room = self.cluster.ranks, batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
         if self.budget == self.longest:
             return "tokens of a batch, those of your longest document"
@@ -150,7 +151,7 @@ class Lines:
 
 
 def check_framework(framework: str) -> None:
-    """Raises for one that has no lines, with the nearest name that has."""
+    """Raise ValueError for a framework without lines, and suggest the nearest known name."""
     if framework not in FRAMEWORKS:
         close = difflib.get_close_matches(framework, FRAMEWORKS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -158,12 +159,13 @@ def check_framework(framework: str) -> None:
 
 
 def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
-    """(title, code) of one framework."""
+    """Return the title and the code of one framework."""
     check_framework(framework)
     title, text = FRAMEWORKS[framework]
     if framework == "pytorch" and lines.swap:
         text = SWAP
-    # Megatron users who gave no --tp still have one; a cluster that was divided is the pool itself.
+    # Without --tp a Megatron user still has a tensor-parallel size to divide by. With it, the cluster is already
+    # divided.
     each = lines.cluster.ranks_per_node
     pool = each if lines.tp > 1 else f"{each} // tp"
     calibrated = lines.cost_file is not None
@@ -189,13 +191,13 @@ def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
 
 
 def _cluster(lines: Lines, ranks_per_node: int | str) -> str:
-    """The call that makes the cluster, with the measured speeds where there are any."""
+    """Return the call that makes the cluster, with measured speeds if a calibration is used."""
     made = f'flexcp.cluster("{lines.cluster.name}", nodes={lines.cluster.nodes}, ranks_per_node={ranks_per_node})'
     return made if lines.cost_file is None else f"calibration.on({made})"
 
 
 def _calibration(file: Path | None) -> str:
-    """Lines that read the cost model of ``--cost``; none without one."""
+    """Return the lines that read the calibration file of ``--cost``, or nothing without a file."""
     if file is None:
         return ""
     return (
@@ -205,8 +207,8 @@ def _calibration(file: Path | None) -> str:
 
 
 def _training(training: Training) -> str:
-    """The call that makes the step: its model as a rank has it, its gradient sync,
-    and what tensor parallelism divided it by.
+    """Return the call that makes the training step: the model of one rank, its gradient sync,
+    and the tensor-parallel size.
     """
     preset = training.model
     model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))
@@ -223,13 +225,13 @@ def _training(training: Training) -> str:
 
 
 def _sizes(shape: Shape) -> str:
-    """Arguments of a planner for what of a shape is not as it is by default."""
+    """Return planner arguments for those sizes of a shape that differ from the defaults."""
     usual = {"v_head_dim": shape.head_dim, "dtype": "bfloat16", "latent": None}
     return "".join(f", {name}={getattr(shape, name)!r}" for name in usual if getattr(shape, name) != usual[name])
 
 
 def _masks(masks: Mapping[str, tuple[Mask, int]]) -> str:
-    """The keyword argument that gives a planner or a loader these masks, with the layers that have each."""
+    """Return the keyword argument that gives a planner or a loader these masks, each with its number of layers."""
     inside = ", ".join(f'"{name}": ({_call(mask)}, {layers})' for name, (mask, layers) in masks.items())
     return f"masks={{{inside}}}"
 

@@ -1,9 +1,9 @@
-"""The timeline of one layer of a plan: attention of its first mask and the other layers, forward,
-then the same backward.
+"""The timeline of one layer of a plan: attention of its first mask and everything else in the layer,
+forward and then backward.
 
-Attention is simulated event by event; the rest of the layer is a rank's tokens at the cost model's price, a third of it
-forward. Each rank goes on as soon as it can: the layer is as long as its slowest rank, and what others wait for is seen
-in the timeline.
+Attention is simulated event by event. The rest of the layer takes the cost model's time for a rank's tokens, one third
+of it in the forward. Each rank goes on as soon as it can, so the layer takes as long as its slowest rank, and the
+timeline shows what the other ranks wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAYS = (
 
 
 class LayerTimeline(NamedTuple):
-    """Bars of all ranks, and what they are."""
+    """Bars of all ranks, and a sentence that explains them."""
 
     bars: list[Event]
     says: str

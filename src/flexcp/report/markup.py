@@ -1,7 +1,7 @@
-"""HTML by hand: the few elements a report is made of, every text escaped.
+"""The HTML elements that a report is made of, with every text escaped.
 
-Headings, words and tables are written here, so that a page reads, prints and is searched without scripts; the scripts
-only draw the pictures. A figure is a canvas with its tools and, folded away below it, a table that says the same.
+Headings, words and tables are written here, so that a page can be read, printed and searched without scripts; the
+scripts only draw pictures. A figure is a canvas with buttons and, folded away below it, a table of the same data.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ Cell = str | int | float
 
 
 def paragraphs(texts: Sequence[str]) -> str:
-    """Each text as a paragraph."""
+    """Return each text as a paragraph."""
     return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> str:
-    """Key figures: (name, value) pairs in boxes."""
+    """Return key figures, (name, value) pairs, as boxes."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
     return f'<dl class="tiles">{boxes}</dl>'
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> str:
-    """A table that scrolls inside itself; a click on a header sorts.
+    """Return a table that scrolls inside itself and sorts on a click on a header.
     Numbers are aligned right and sorted as numbers.
     """
     head = "".join(
@@ -47,12 +47,12 @@ def _cell(value: Cell) -> str:
 
 
 def folded(summary: str, inside: str) -> str:
-    """Something one unfolds to see."""
+    """Return an element that shows its content when it is unfolded."""
     return f"<details><summary>{escape(summary)}</summary>{inside}</details>"
 
 
 def choice(name: str, label: str, options: Sequence[tuple[Any, str]]) -> str:
-    """A labelled drop-down list of a figure, of (value, text) options."""
+    """Return a labelled drop-down list with (value, text) options for a figure."""
     items = "".join(f'<option value="{escape(str(v), quote=True)}">{escape(t)}</option>' for v, t in options)
     return f'<label>{escape(label)} <select data-choice="{escape(name, quote=True)}">{items}</select></label>'
 
@@ -69,9 +69,10 @@ def figure(
     zoom: bool = True,
     half: bool = False,
 ) -> str:
-    """A canvas that the script ``picture`` draws; ``says`` is what it shows in words, ``behind`` the table of the same.
+    """Return a canvas that the script ``picture`` draws.
 
-    Two ``half`` figures stand side by side.
+    ``says`` describes the picture in words, ``behind`` is a table of the same data, and two ``half`` figures stand side
+    by side.
     """
     buttons = "".join(
         f'<button type="button" data-zoom="{way}" aria-label="{name}: {escape(title, quote=True)}">{sign}</button>'

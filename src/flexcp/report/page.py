@@ -1,5 +1,5 @@
-"""A report: one HTML file that needs nothing else. Scripts, styles and numbers are inside,
-and its policy forbids the network.
+"""A report as one HTML file that needs nothing else: scripts, styles and numbers are inside,
+and its security policy forbids the network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEYS = (
 
 
 def write_report(path: str | Path, sections: Sequence[Section], title: str, subtitle: str = "") -> int:
-    """Write the sections as one page, whole or not at all; returns its bytes."""
+    """Write the sections as one page, completely or not at all, and return the size of the file in bytes."""
     text = page(sections, title, subtitle).encode()
     target = Path(path)
     try:
@@ -44,7 +44,7 @@ def write_report(path: str | Path, sections: Sequence[Section], title: str, subt
 
 
 def page(sections: Sequence[Section], title: str, subtitle: str = "") -> str:
-    """The page's text."""
+    """Return the HTML of a page."""
     if not sections:
         raise ValueError("a report needs at least one section")
     links = "".join(f'<li><a href="#s{i}">{escape(s.title)}</a></li>' for i, s in enumerate(sections))
@@ -52,8 +52,8 @@ def page(sections: Sequence[Section], title: str, subtitle: str = "") -> str:
         f'<section id="s{i}" aria-labelledby="t{i}"><h2 id="t{i}">{escape(s.title)}</h2>{s.body(i)}</section>'
         for i, s in enumerate(sections)
     )
-    # "</script" would end the script element early, "<!--<script" would keep it from ending. Beyond ASCII json.dumps
-    # escapes by itself.
+    # "</script" would end the script element early, and "<!--<script" would keep it from ending. json.dumps itself
+    # escapes what is not ASCII.
     data = json.dumps([dict(s.data) for s in sections], separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en" data-theme="light"><head><meta charset="utf-8">'

@@ -1,9 +1,9 @@
-"""What a report draws of a plan: plain numbers, few enough to travel inside one page.
+"""The numbers of a plan that a report draws, few enough to be part of one page.
 
-Cuts can be many (zig-zag over 64 ranks cuts every document in 128), and a page should stay under 3 MB. So the longest
-documents are given exactly until a budget of rows is spent, which covers all documents of most plans; of the others
-only their place and length are told, and the page says so. Bytes between ranks are listed pair by pair, or node by node
-where the pairs are too many.
+A plan can have many cuts (zig-zag over 64 ranks cuts every document into 128 parts), and a page should stay under 3 MB.
+The longest documents are therefore given exactly until a budget of rows is spent, which covers all documents of most
+plans. For the others the page has only place and length, and says so. Bytes are listed for pairs of ranks, or for pairs
+of nodes if there are too many ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flexcp.report.plan_time import PlanTime
 
 Ints = NDArray[np.int64]
 MOST_ROWS = 8_000
-"""Runs, and regions of a mask, that a page may hold."""
+"""The most runs, and the most regions of one mask, that a page holds."""
 MOST_PAIRS = 20_000
-"""Pairs of ranks that exchange something, of one mask and direction."""
+"""The most pairs of ranks with traffic, for one mask and direction, that a page lists."""
 
 
 def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
-    """The numbers of one plan."""
+    """Return the numbers that a page draws for one plan."""
     batch, placement = plan.batch, plan.placement
     of_runs, _ = np.unique(batch.document_of(placement.runs.start), return_counts=True)
     drawn = drawn_documents(plan)
@@ -62,7 +62,7 @@ def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
 
 
 def drawn_documents(plan: Plan) -> Ints:
-    """The documents given exactly: the longest first, as far as the budget of rows goes; at least one."""
+    """Return the documents that are given exactly: the longest ones within the budget of rows, at least one."""
     batch, placement = plan.batch, plan.placement
     inside = placement.runs.start < batch.tokens
     documents, count = batch.split_by_document(placement.runs.start, placement.runs.stop)[1], batch.documents
@@ -76,7 +76,9 @@ def drawn_documents(plan: Plan) -> Ints:
 
 
 def traffic(plan: Plan, mask: int, backward: bool) -> dict[str, Any]:
-    """Bytes of one layer between ranks (or nodes, where ``unit`` says so) as columns source, target, bytes."""
+    """Return the bytes of one layer as columns source, target and bytes,
+    between ranks or between nodes (see ``unit``).
+    """
     matrix = plan.bytes(backward, mask)
     unit = "rank"
     if np.count_nonzero(matrix) > MOST_PAIRS:
@@ -103,7 +105,7 @@ def _runs_of(plan: Plan, drawn: Ints) -> Table:
 
 
 def _slices(plan: Plan, mask: int, drawn: Ints) -> dict[str, list[int]]:
-    """The slices of the drawn documents; bands without a limit end where no document reaches."""
+    """Return the slices of the drawn documents; unlimited bands are clipped to the longest document."""
     layer = plan.batch.masks[mask]
     index, at = layer.of_documents(drawn)
     rows = layer.slices[at]

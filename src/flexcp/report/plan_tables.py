@@ -1,5 +1,5 @@
-"""A plan as a section of a report: its batch, who keeps and computes what, where the time goes,
-what moves between whom.
+"""A plan as a section of a report: its batch, which rank keeps and computes what, where the time goes,
+and what moves between which ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from flexcp.report.trees import tree_data, tree_figure
 from flexcp.schedule.predict import predict
 
 MOST_DOCUMENTS = 200
-"""Documents in a drop-down list or a table: the longest."""
+"""The most documents in a drop-down list or a table; the longest are taken."""
 MOST_TRANSFERS = 500
 
 
 def plan_section(
     plan: Plan, title: str | None = None, bars: Iterable[Bar] = (), timed: str = "", time: PlanTime | None = None
 ) -> Section:
-    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says;
-    ``time`` is of all layers unless given.
+    """Return a section that shows everything about a plan.
+
+    ``bars`` are its timeline and ``timed`` the caption of that; ``time`` is the simulated time of all layers by
+    default.
     """
     time = time or PlanTime.of_plan(plan)
     bound = time.perfect_ns(plan)
@@ -75,7 +77,7 @@ def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
 
 
 def _predicted_ns(plan: Plan) -> int:
-    """The closed form's time, which knows neither vocabulary nor gradient sync."""
+    """Return the closed form's time of all layers, without vocabulary and gradient sync."""
     return predict(plan.placement, plan.shape, plan.cluster, plan.cost).total_ns
 
 

@@ -1,7 +1,7 @@
-"""Where the time of a plan goes, for the pictures and figures of a report, as a simulation found it.
+"""Where the simulated time of a plan goes, for the pictures and figures of a report.
 
-A page that shows simulated times beside each other shows the same ones in the panel of a plan; so the panel is given
-them. The closed form's time, which planners compare placements by, is named beside them and nowhere in their place.
+The panel of a plan is given the times that stand elsewhere on the page, so that both agree. The closed form's time, by
+which planners compare placements, is shown beside them under its own name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PlanTime:
-    """Nanoseconds of all ranks together, and of each rank in attention, waiting,
+    """Simulated nanoseconds of a plan: in total, and for each rank in attention, in waiting,
     and in everything else (other layers, gradient sync).
 
-    ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
-    ``head_flops`` are those of a token in the vocabulary's projection, where that is in the total.
+    ``what`` names the thing that takes this time; ``says`` is a sentence to print above the numbers, if any.
+    ``head_flops`` are a token's FLOPs in the projection to the vocabulary, if the total includes them.
     """
 
     total_ns: int
@@ -38,15 +38,16 @@ class PlanTime:
 
     @classmethod
     def of_plan(cls, plan: Plan, training: Training | None = None) -> PlanTime:
-        """The simulated step of a plan; where no training says what else a step has, that of its layers alone."""
+        """Simulate a step of the plan; without ``training`` it consists of the layers alone."""
         if training is None:
             return cls.of_step(simulated_step(plan, layers_alone(plan.cost, plan.shape)), 0, "time of all layers")
         return cls.of_step(simulated_step(plan, training), training.model.head_flops_per_token)
 
     @classmethod
     def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
-        """A simulated step's; exposed gradient sync counts to the other layers,
-        and who is done waits for the slowest.
+        """Take the times of a simulated step.
+
+        Exposed gradient sync counts as other layers, and a rank that is done waits for the slowest.
         """
         attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
         waits = np.maximum(step.total_ns - attention - linear, 0)
@@ -54,7 +55,7 @@ class PlanTime:
 
     @classmethod
     def of_simulation(cls, found: Simulation, training: Training | None) -> PlanTime:
-        """A simulation's: of the step of a training where there is one, else of attention alone."""
+        """Take the times of a simulation: of the training step if there is one, else of attention alone."""
         if found.step is not None and training is not None:
             return cls.of_step(found.step, training.model.head_flops_per_token)
         attention = np.zeros(found.plan.ranks, np.int64)
@@ -64,19 +65,19 @@ class PlanTime:
         return cls(found.attention_ns, attention, waits, 0 * attention, "attention")
 
     def perfect_ns(self, plan: Plan) -> int:
-        """What the same would take with all compute divided perfectly over the ranks, and no waiting."""
+        """Return the time with all compute divided perfectly over the ranks and no waiting."""
         if self.what == "attention":
             return int(self.attention_ns.sum()) // plan.ranks
         return lower_bound(plan.batch, plan.shape, plan.cluster, plan.cost, self.head_flops)
 
     @property
     def rank_ns(self) -> Ints:
-        """Time of each rank."""
+        """Time of each rank, waiting included."""
         return self.attention_ns + self.exposed_ns + self.linear_ns
 
     @property
     def slowest(self) -> int:
-        """The rank that computes longest, of those that take longest."""
+        """The rank that computes longest among the ranks that finish last."""
         last = self.rank_ns == self.rank_ns.max()
         return int(np.where(last, self.attention_ns + self.linear_ns, -1).argmax())
 

@@ -1,5 +1,5 @@
-"""Rounds of a plan as text and as plain numbers: for each stage and level how many,
-and what they lose against the busiest port.
+"""The rounds of a plan as text and as numbers: how many each stage and level has,
+and how their time compares with that of the busiest port.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ LEVELS = ("inside nodes", "across nodes")
 
 
 def rounds_columns(plan: Plan, backward: bool) -> dict[str, list[Any]]:
-    """Stage, level (1: across nodes), rounds and their time against the busiest port's, of the first mask;
-    one entry per exchange.
+    """Return the rounds of the first mask as columns with one entry per exchange.
+
+    The columns are stage, level (1: across nodes), number of rounds, and the rounds' time over the busiest port's.
     """
     exchanges = plan.rounds(0, backward).exchanges
     return {
@@ -27,7 +28,9 @@ def rounds_columns(plan: Plan, backward: bool) -> dict[str, list[Any]]:
 
 
 def rounds_table(plan: Plan) -> str:
-    """A line for each stage and level of the first mask, the largest ones where there are many."""
+    """Return the rounds of the first mask as text, a line for each stage and level;
+    of many only the largest are shown.
+    """
     lines = ["stage   level          direction   rounds   busiest port   rounds / port"]
     for backward, direction in enumerate(("forward", "backward")):
         exchanges = plan.rounds(0, bool(backward)).exchanges

@@ -1,9 +1,9 @@
-"""The parts a report is made of. A section is a title, words and tables as HTML,
-and the numbers its pictures are drawn from.
+"""The sections a report is made of: a title, words and tables as HTML,
+and the numbers that the section's pictures draw.
 
 Sections of any content are made here: words (:func:`words_section`), code to copy (:func:`code_section`), a table
-(:func:`table_section`), lines over steps (:func:`lines_section`). Those with columns of their own have their own files,
-which ``report/__init__.py`` lists.
+(:func:`table_section`), lines over steps (:func:`lines_section`). Sections with columns of their own have their own
+files, which ``report/__init__.py`` lists.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from flexcp.report.markup import figure, folded, paragraphs, table, tiles
 
 @dataclass(frozen=True)
 class Section:
-    """``body(number)`` is the HTML under the title, given the section's number on the page;
-    ``data`` goes to its pictures as JSON.
+    """One section of a page.
+
+    ``body(number)`` returns the HTML below the title, for the section's number on the page; ``data`` is what its
+    pictures draw, as JSON.
     """
 
     title: str
@@ -37,16 +39,16 @@ KEYS = '<p class="tools">{}</p>'.format(
         )
     )
 )
-"""What the colours of time mean."""
+"""The legend of the colours of a rank's time."""
 
 
 def words_section(title: str, texts: Sequence[str], figures: Sequence[tuple[str, str]] = ()) -> Section:
-    """Plain words, with key figures below them."""
+    """Return a section of paragraphs, with key figures below them."""
     return Section(title, lambda _: paragraphs(texts) + (tiles(figures) if figures else ""), {})
 
 
 def code_section(title: str, blocks: Sequence[tuple[str, str]]) -> Section:
-    """(what it is for, code) pairs."""
+    """Return a section of code blocks; ``blocks`` are (heading, code) pairs."""
     inside = "".join(
         f'<h3>{escape(name)}</h3><pre tabindex="0"><code>{escape(code)}</code></pre>' for name, code in blocks
     )
@@ -56,14 +58,14 @@ def code_section(title: str, blocks: Sequence[tuple[str, str]]) -> Section:
 def table_section(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str | int | float]], says: str
 ) -> Section:
-    """A table alone."""
+    """Return a section with one table below the sentence ``says``."""
     return Section(title, lambda _: paragraphs([says]) + table(headers, rows, title), {})
 
 
 def lines_section(
     title: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], says: str, unit: str = "step"
 ) -> Section:
-    """Values over steps, a line for each name."""
+    """Return a section with a line chart over steps, one line for each name of ``series``."""
     for name, values in series.items():
         if len(values) != len(steps):
             raise ValueError(f"line {name!r} has {len(values)} values for {len(steps)} steps")

@@ -1,6 +1,6 @@
-"""Strategies side by side: a picture of their predicted times, and the table behind it.
+"""Strategies side by side: a picture of their predicted times, and the table of the same.
 
-A new column is a field of :class:`StrategyTime`, a header and a cell of :func:`strategies_section`.
+A new column needs a field of :class:`StrategyTime`, and a header and a cell in :func:`strategies_section`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flexcp.report.sections import KEYS, Section
 
 @dataclass(frozen=True)
 class StrategyTime:
-    """A strategy's predicted step, in nanoseconds of its slowest rank; ``mark`` says what is special about it."""
+    """Predicted nanoseconds of a strategy's step on its slowest rank; ``mark`` is a remark shown in the table."""
 
     name: str
     attention_ns: int
@@ -32,7 +32,10 @@ class StrategyTime:
 def strategies_section(
     strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side", of: str = "step"
 ) -> Section:
-    """Predicted time of strategies, the fastest first; ``of`` says what the times are of: a step, a pass, attention."""
+    """Return a section with the predicted times of strategies, the fastest first.
+
+    ``of`` names what the times are of: a step, a pass, attention.
+    """
     ordered = sorted(strategies, key=lambda s: s.total_ns)
     best = ordered[0]
     rows: list[list[Cell]] = [

@@ -1,8 +1,8 @@
-"""A timeline for a report: what every rank does when, as columns of bars.
+"""The timeline of a report: what every rank does when, as bars.
 
-Bars come from the event simulator (or from anything that yields the same: rank, track, name, begin, end). Transfers are
-many: where a rank does the same kind of thing again within a two-thousandth of the whole, its bars are drawn as one, so
-that a page stays small; zooming in shows no finer grain than that.
+Bars come from the event simulator, or from anything else with a rank, track, name, begin and end. There are many
+transfers: to keep a page small, transfers of a rank on one track that are less than a two-thousandth of the whole time
+apart are drawn as one bar (more coarsely if there are still too many), so zooming in shows no finer grain.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TRACKS: dict[str, tuple[str, str, int]] = {
     "send inside": ("sends inside its node", "send", 2),
     "send across": ("sends to another node", "across", 2),
 }
-"""Track: what a rank does in it, colour, row (compute on top, then what comes in, then what goes out)."""
+"""For each track: what a rank does in it, the colour, and the row (compute above, then receives, then sends)."""
 
 
 class Bar(Protocol):
-    """One bar: nanoseconds of a rank on a track."""
+    """One bar of a timeline: what a rank does on a track from ``begin`` to ``end``, in nanoseconds."""
 
     @property
     def rank(self) -> int: ...
@@ -49,7 +49,7 @@ class _Merged(NamedTuple):
 
 
 def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
-    """Bars as columns, with texts listed once."""
+    """Return bars as columns, with each text listed once and transfers merged as far as needed."""
     found = [_Merged(b.rank, b.track, b.name, b.begin, b.end) for b in bars if b.end > b.begin]
     unknown = {b.track for b in found} - TRACKS.keys()
     if unknown:
@@ -78,8 +78,8 @@ def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
 
 
 def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
-    """Transfers of a rank on a track that lie within ``gap`` of each other as one;
-    its name is its stage's, when they share it.
+    """Join transfers of a rank on a track that lie within ``gap`` nanoseconds;
+    the joint bar's name is what theirs share.
     """
     found: list[_Merged] = []
     for bar in sorted(bars, key=lambda b: (b.rank, b.track, b.begin)):
@@ -94,7 +94,7 @@ def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
 
 
 def _common(one: str, other: str) -> str:
-    """What two comma-separated names share at their beginning."""
+    """Return the common beginning of two comma-separated names, and "several" for the rest."""
     shared = []
     for a, b in zip(one.split(", "), other.split(", "), strict=False):
         if a != b:
@@ -104,7 +104,7 @@ def _common(one: str, other: str) -> str:
 
 
 def timeline_figure(number: int, data: dict[str, Any], ranks: int, caption: str) -> str:
-    """The figure of a timeline, with the time of every rank by track in the table behind it."""
+    """Return the figure of a timeline, with a table of every rank's time on each track."""
     spent = [[0] * len(TRACKS) for _ in range(ranks)]
     spans = data["spans"]
     for rank, lane, start, stop in zip(spans["rank"], spans["lane"], spans["start"], spans["stop"], strict=True):

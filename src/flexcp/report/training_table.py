@@ -1,6 +1,6 @@
-"""A training run: key figures, lines over steps, and a table with a row for every step.
+"""The report of a training run: key figures, lines over steps, and a table with a row for every step.
 
-A new column is an attribute of :class:`TrainedStep` and an entry of ``COLUMNS``.
+A new column needs an attribute of :class:`TrainedStep` and an entry of ``COLUMNS``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flexcp.report.sections import Section, lines_section, table_section, words_
 
 
 class TrainedStep(Protocol):
-    """What the tables show of a step; ``flexcp train`` has it in its reports."""
+    """The numbers of one step that the tables show; the step reports of ``flexcp train`` have them."""
 
     @property
     def step(self) -> int: ...
@@ -52,7 +52,7 @@ COLUMNS: dict[str, Callable[[TrainedStep], Cell]] = {
 
 
 def training_sections(steps: Sequence[TrainedStep]) -> list[Section]:
-    """What a training run said of its steps."""
+    """Return the sections that show a training run."""
     numbers = [s.step for s in steps]
     seconds = sum(s.measured_ms for s in steps) / 1000
     figures = [

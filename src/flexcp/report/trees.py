@@ -1,8 +1,8 @@
-"""The trees of a plan's batch: segments by depth and sequence, in the colours of the ranks that keep them.
+"""Pictures of the trees in a plan's batch: segments by depth and sequence, in the colours of the ranks that keep them.
 
-A segment is a bar from the depth of its first token to that of its last, as high as the sequences through it: the lanes
-of the segments that its subtree ends in. So a prompt is one tall bar, and what it is read by is what stands to its
-right. Trees of very many segments are not drawn; beside others the caption counts them.
+A segment is a bar from the depth of its first token to that of its last. Its height is the number of leaves below it,
+one lane each. A prompt is therefore one tall bar, and the segments that attend to it stand to its right. Trees with too
+many segments are not drawn; the caption counts them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flexcp.plan.plan import Plan
 from flexcp.report.markup import choice, figure, folded, table
 
 MOST_SEGMENTS = 4_000
-"""Segments of all trees that a page draws: the largest trees first."""
+"""The most segments that a page draws, of all trees together; trees with the most tokens come first."""
 MOST_ROWS = 500
 
 
 def drawn_trees(plan: Plan) -> dict[int, Tree]:
-    """The trees that are drawn, by document, the ones of most tokens first."""
+    """Return the trees that are drawn, by document, those with the most tokens first."""
     found: dict[int, Tree] = {}
     room = MOST_SEGMENTS
     for document in sorted(plan.batch.branches, key=lambda d: (-int(plan.batch.lengths[d]), d)):
@@ -34,8 +34,9 @@ def drawn_trees(plan: Plan) -> dict[int, Tree]:
 
 
 def tree_data(plan: Plan) -> list[dict[str, Any]]:
-    """For each tree its segments as columns, and the parts that ranks keep of them:
-    (segment, rank, first and last token inside it).
+    """Return for each tree its segments as columns, and which parts of them ranks keep.
+
+    The columns of ``kept`` are segment, rank, and the first token and the end of the part inside the segment.
     """
     runs = plan.placement.runs
     order = np.argsort(runs.start, kind="stable")
@@ -66,7 +67,7 @@ def tree_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _lanes(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """Of each segment the first of its lanes and how many: one for each segment without children in its subtree."""
+    """Return each segment's first lane and its number of lanes, one lane for each leaf of its subtree."""
     leaf = np.ones(len(tree.parents), np.int64)
     leaf[tree.parents[tree.parents >= 0]] = 0
     before = np.concatenate([[0], np.cumsum(leaf)])
@@ -74,7 +75,7 @@ def _lanes(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tree_figure(plan: Plan, number: int) -> str:
-    """The picture, and its segments as a table."""
+    """Return the picture of the drawn trees, with their segments as a table."""
     trees = drawn_trees(plan)
     document, first = next(iter(trees.items()))
     saved = sum(int(tree.sequence_lengths.sum()) - tree.tokens for tree in trees.values())

@@ -22,13 +22,21 @@ import numpy as np
 
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.plan.placement import Placement
+from flexcp.plan.placement import Placement, Regions
 from flexcp.schedule.flows import Moves, needed_moves
+from flexcp.schedule.inside_first import inside_first, node_work
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.routes import Needs, kept_bytes, route_keys
-from flexcp.schedule.stages import Stages, choose_stages, exchange_times, find_peers
-from flexcp.schedule.thin_ends import under_contention, worth_simulating
-from flexcp.schedule.work import Work, count_pairs, cut_regions, pass_work_ns
+from flexcp.schedule.stages import (
+    Stages,
+    choose_stages,
+    exchange_times,
+    faster_way,
+    find_peers,
+    worth_simulating,
+)
+from flexcp.schedule.thin_ends import under_contention, well_hidden
+from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, cut_regions, pass_work_ns
 from flexcp.shape import Shape
 
 
@@ -65,7 +73,7 @@ def analyse(
         pairs = count_pairs(placement, regions, cuts)
         work = pass_work_ns(placement, regions, pairs, shape, cluster, cost)
         q, keys = needed_pieces(placement, shape, regions, cuts, pairs)
-        known = (placement, shape, cluster, cost, most_ahead)
+        known = (placement, shape, cluster, cost, most_ahead, (regions, cuts, pairs))
         one = _staged(Needs(q, route_keys(keys, shape, cluster, relay)), work, False, *known)
         if len(one.needs.keys.relays):
             straight = _staged(Needs(q, route_keys(keys, shape, cluster, False)), work, False, *known)
@@ -88,12 +96,16 @@ def _staged(
     cluster: Cluster,
     cost: CostModel,
     most_ahead: int,
+    counted: tuple[Regions, Cuts, Pairs],
 ) -> MaskAnalysis:
     """What moves along some routes, and the stages that hide it."""
     moves = needed_moves(shape, needs, keys_kept)
-    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that ends need not
-    # be thin.
-    may_be_thin = most_ahead > 1 and shape.latent is None and cluster.nodes > 1 and placement.wishes.divisions is None
+    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that equal stages
+    # do.
+    other_ways = shape.latent is None and cluster.nodes > 1 and placement.wishes.divisions is None
+    may_be_thin = most_ahead > 1 and other_ways
+    other_ways = other_ways and not keys_kept and not placement.assemble_own
+    of_nodes = node_work(needs, placement, *counted, cluster, cost) if other_ways else None
     rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
     passes: list[PassAnalysis] = []
     for backward in (False, True):
@@ -103,21 +115,25 @@ def _staged(
         if not keys_kept and not placement.assemble_own:
             known = (cluster, cost, backward, rest_of_layer * (1 + backward))
             stages = under_contention(stages, needs, work[backward], times, peers, *known, may_be_thin)
+            if of_nodes is not None and not well_hidden(stages, work[backward], known[-1]):
+                another = inside_first(of_nodes, work[backward], moves[backward], peers, shape, *known)
+                stages = faster_way(stages, another)
         passes.append(PassAnalysis(work[backward], moves[backward], stages))
     return MaskAnalysis(needs, keys_kept, *passes)
 
 
 def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
-    """The same with one direction's stages cut the other way where that might be faster;
+    """The same with one direction's stages cut another way where that might be faster;
     None where it is not for any mask.
     """
     passes = [found.backward if backward else found.forward for found in masks]
-    if not any(worth_simulating(one.stages) for one in passes):
+    others = [worth_simulating(one.stages) for one in passes]
+    if not any(others):
         return None
     found = []
-    for mask, one in zip(masks, passes, strict=True):
-        other = one._replace(stages=one.stages.other) if worth_simulating(one.stages) and one.stages.other else one
-        found.append(mask._replace(backward=other) if backward else mask._replace(forward=other))
+    for mask, one, other in zip(masks, passes, others, strict=True):
+        cut = one._replace(stages=other) if other else one
+        found.append(mask._replace(backward=cut) if backward else mask._replace(forward=cut))
     return found
 
 

@@ -18,18 +18,18 @@ SLOW, ALONE, LINK = range(3)
 def together_ns(work, beside, start, across, rows, source, target):
     """When the last rank is done; ``work`` and ``beside`` are ``[slot, rank]``, ``start[rank]`` is when it begins.
 
-    ``across[rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices of
-    contention, per mille.
+    ``across[slot, rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices
+    of contention, per mille.
     """
     slots, ranks = work.shape
     begin, ready = start.copy(), np.zeros(ranks, np.int64)
     for slot in range(slots):
-        margin = best_margin(work[slot], beside[slot], across, rows)
+        margin = best_margin(work[slot], beside[slot], across[slot], rows)
         ready[:] = begin
         for i in range(len(source)):
             ready[target[i]] = max(ready[target[i]], begin[source[i]])
         for r in range(ranks):
-            row = rows[across[r], margin]
+            row = rows[across[slot, r], margin]
             moved, computed = beside[slot, r], work[slot, r]
             begin[r] += overlapped(computed, moved, row)
             if moved > 0:
@@ -63,6 +63,60 @@ def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start
                 if best < 0 or ns < best:
                     best, best_held, best_borders = ns, held.copy(), borders.copy()
     return best, best_borders, best_held
+
+
+@compiled
+def inside_then_across(own, rest, near, again, at_keys, there, back, home, limits, start, rows, source, target):
+    """The best number of stages for what crosses nodes, behind one of all that comes from the same node.
+
+    Returns when the last rank is done, that number, and per mille of own work held back. ``near`` is a rank's part of
+    ``rest`` on keys of its node, ``again`` one more pass over what reads others; ``there`` and ``back`` are
+    ``[across, rank]``, the others as in :func:`thinnest`. ``limits`` are the parts of a whole and the most stages that
+    cross.
+    """
+    whole, most = limits
+    held = np.zeros(len(own), np.int64)
+    best, best_count, best_held = -1, 0, held
+    for count in range(1, most + 1):
+        for way in range(3):
+            work, beside, across = lay_levels(
+                held, own, rest, near, again, at_keys, there, back, home, count, whole, way
+            )
+            ns = together_ns(work, beside, start, across, rows, source, target)
+            if best < 0 or ns < best:
+                best, best_count, best_held = ns, count, held.copy()
+    return best, best_count, best_held
+
+
+@compiled_inline
+def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, whole, way):
+    """(work, what travels beside it, whether that only crosses nodes), all ``[slot, rank]``;
+    writes the own work that is held back.
+    """
+    slots = count + 3
+    work, beside = np.zeros((slots, len(own)), np.int64), np.zeros((slots, len(own)), np.int64)
+    across = np.ones((slots, len(own)), np.int64)
+    for r in range(len(own)):
+        inside = rest[r] * near[r] // whole
+        crosses = near[r] < whole
+        end = slots - 1 if crosses else 2
+        last = back[0, r] + home[r]
+        held[r] = held_back(own[r], there[0, r], last, way)
+        after = own[r] * held[r] // 1000
+        work[0, r], work[1, r], beside[0, r] = own[r] - after, at_keys[r] + inside, there[0, r]
+        across[0, r] = 0
+        if crosses:
+            for s in range(count):
+                work[s + 2, r] = (rest[r] - inside) // count + again[r]
+                beside[s + 1, r] = -(-there[1, r] // count)
+            # Gradients of a stage's keys leave a slot after the work on them; those of the last one with the results.
+            for s in range(3, slots):
+                beside[s, r] = max(beside[s, r], -(-back[1, r] // count))
+        work[end, r] += after
+        if last > 0:
+            beside[end, r] = max(beside[end, r], last)
+            across[end, r] = 0
+    return work, beside, across
 
 
 @compiled_inline

@@ -54,6 +54,12 @@ WORTH_PERMILLE = 990
 """One more stage is taken when it cuts the time of a rank to this."""
 TOGETHER_PERMILLE = 1060
 """Stages are capped for all when that is faster by more than this: the count over all ranks is not exact either."""
+FLATTERED_PERMILLE = 1012
+"""How much longer events find ways that have transfers inside nodes beside most work
+than such as have them at the ends.
+"""
+UNSURE_PERMILLE = 1020
+"""A way to cut that was not taken is not worth simulating when it takes longer than this."""
 CUT_TOKENS = 128
 """Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
 
@@ -61,9 +67,10 @@ CUT_TOKENS = 128
 class Stages(NamedTuple):
     """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds.
 
-    ``borders[rank, s]`` is how much of its inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` is the
-    other way to cut, of :mod:`flexcp.schedule.thin_ends`; where that was looked at, ``contended_ns`` is what it says of
-    the slowest rank, and ``other`` the best of the way that was not taken.
+    ``borders[rank, s]`` is how much of its inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` and
+    ``inside_first`` are the other ways to cut, of :mod:`flexcp.schedule.thin_ends` and
+    :mod:`flexcp.schedule.inside_first`. ``contended_ns`` is what these say of the slowest rank, and ``others`` are the
+    ways that were looked at and not taken, each in its best form.
     """
 
     number: Ints
@@ -71,8 +78,23 @@ class Stages(NamedTuple):
     ns: Ints
     borders: Ints
     thin_ends: bool = False
+    inside_first: bool = False
     contended_ns: int = 0
-    other: Stages | None = None
+    others: tuple[Stages, ...] = ()
+
+
+def faster_way(stages: Stages, inside_first: Stages) -> Stages:
+    """The way to cut that is faster under contention, with the others behind it."""
+    inside_first = inside_first._replace(ns=stages.ns)
+    if inside_first.contended_ns * 1000 <= stages.contended_ns * FLATTERED_PERMILLE:
+        return inside_first._replace(others=(stages._replace(others=()), *stages.others))
+    return stages._replace(others=(inside_first, *stages.others))
+
+
+def worth_simulating(stages: Stages) -> Stages | None:
+    """The other way to cut that events might prefer, the fastest of them."""
+    other = min(stages.others, key=lambda way: way.contended_ns, default=None)
+    return other if other and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE else None
 
 
 class Peers(NamedTuple):
@@ -255,8 +277,14 @@ def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster
     return Stages(number, held, ns + np.maximum(second, last), equal_borders(number))
 
 
-def cut_into_stages(keys: Pieces, borders: Ints, cluster: Cluster) -> tuple[Pieces, Ints, Ints]:
-    """The key pieces cut into parts, given the borders of each rank's stages: (parts, the stage of each, its piece)."""
+def cut_into_stages(
+    keys: Pieces, borders: Ints, cluster: Cluster, inside_first: bool = False
+) -> tuple[Pieces, Ints, Ints]:
+    """The key pieces cut into parts, given the borders of each rank's stages: (parts, the stage of each, its piece).
+
+    With ``inside_first`` the first stage has all pieces from the same node, and the others have the rest in equal
+    parts.
+    """
     if borders.shape[1] == 2:
         return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
     size = cluster.ranks_per_node
@@ -269,7 +297,8 @@ def cut_into_stages(keys: Pieces, borders: Ints, cluster: Cluster) -> tuple[Piec
     total = sums(port, amount, 2 * cluster.ranks)[port]
     before = np.cumsum(amount) - amount
     before -= before[np.searchsorted(port, port)]
-    cuts = -(-total[:, None] * borders[keys.rank] // PARTS)
+    of_port = _borders_by_level(borders.shape[1] - 1)[port % 2] if inside_first else borders[keys.rank]
+    cuts = -(-total[:, None] * of_port // PARTS)
     first, last = ((at[:, None] >= cuts[:, 1:-1]).sum(axis=1) for at in (before, before + amount - 1))
     piece, within = spread(last - first + 1)
     stage = first[piece] + within
@@ -277,6 +306,14 @@ def cut_into_stages(keys: Pieces, borders: Ints, cluster: Cluster) -> tuple[Piec
     start, stop = (_cut_at(keys, cuts[piece, s] - before[piece]) for s in (stage, stage + 1))
     real = start < stop
     return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
+
+
+def _borders_by_level(stages: int) -> Ints:
+    """Borders of what comes from the same node, all of it in the first stage, and of what crosses, in the others."""
+    found = np.full((2, stages + 1), PARTS, np.int64)
+    found[0, 0] = 0
+    found[1] = np.maximum(np.arange(stages + 1) - 1, 0) * PARTS // (stages - 1)
+    return found
 
 
 def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.schedule.routes import Needs
-from flexcp.schedule.stages import PARTS, ExchangeTimes, Peers, Stages, slots_of
+from flexcp.schedule.stages import MOST_STAGES, PARTS, ExchangeTimes, Peers, Stages, slots_of
 from flexcp.schedule.work import Work
 
 Ints = NDArray[np.int64]
@@ -41,14 +41,17 @@ WORTH_PERMILLE = 990
 """Thin ends are taken when they cut the time to this."""
 NO_GAIN_PERMILLE = 1005
 """Equal stages that take no longer than this of the busiest rank's work are not worth another try."""
-UNSURE_PERMILLE = 1050
-"""The way that was not taken is not worth simulating when it takes longer than this."""
 
 
-def worth_simulating(stages: Stages) -> bool:
-    """Whether events might prefer the other way to cut."""
-    other = stages.other
-    return other is not None and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE
+def well_hidden(stages: Stages, work: Work, rest_of_layer: Ints) -> bool:
+    """Whether no other stages can be clearly faster, because the busiest rank hardly waits."""
+    return stages.contended_ns * 1000 <= int((rest_of_layer + work.own + work.rest).max()) * NO_GAIN_PERMILLE
+
+
+def contention_table(cost: CostModel, backward: bool) -> Ints:
+    """``[across, margin]``: what compute and transfers cost each other, as compiled loops read it."""
+    ways = [cost.rows_beside(across) for across in (False, True)]
+    return np.array([[(*row.compute(backward), row.link) for row in way] for way in ways], np.int64)
 
 
 def early_stage(stages: Stages) -> int:
@@ -80,17 +83,21 @@ def under_contention(
         together_ns,
     )
 
-    ways = [cost.rows_beside(across) for across in (False, True)]
-    rows = np.array([[(*row.compute(backward), row.link) for row in way] for way in ways], np.int64)
+    rows = contention_table(cost, backward)
     across = np.ones(cluster.ranks, np.int64)
     same_node = peers.source // cluster.ranks_per_node == peers.target // cluster.ranks_per_node
     across[peers.source[same_node]] = 0
     across[peers.target[same_node]] = 0
-    known = (rest_of_layer, across, rows, *peers)
+    # The same in every slot, of which there are six at most.
+    known = (rest_of_layer, np.tile(across, (MOST_STAGES + 2, 1)), rows, *peers)
     equal_ns = int(together_ns(*slots_of(even.number, work, times, cluster), *known))
     even = even._replace(contended_ns=equal_ns)
-    well_hidden = equal_ns * 1000 <= int((rest_of_layer + work.own + work.rest).max()) * NO_GAIN_PERMILLE
-    if well_hidden or not may_be_thin or len(needs.keys.relays) or len(needs.keys.first) == 0:
+    if (
+        well_hidden(even, work, rest_of_layer)
+        or not may_be_thin
+        or len(needs.keys.relays)
+        or len(needs.keys.first) == 0
+    ):
         return even
     reads = np.zeros(cluster.ranks, bool)
     reads[needs.keys.first.rank] = True
@@ -100,7 +107,7 @@ def under_contention(
     limits = np.array([PARTS, LEAST, MOST, count], np.int64)
     exchanges = (times.there, times.back, times.home)
     found = thinnest(work.own, rest, work.at_keys, *exchanges, reads, limits, np.array(SHARES, np.int64), *known)
-    thin = Stages(number, found[2], even.ns, found[1], True, int(found[0]))
+    thin = Stages(number, found[2], even.ns, found[1], thin_ends=True, contended_ns=int(found[0]))
     if thin.contended_ns * 1000 > equal_ns * WORTH_PERMILLE:
-        return even._replace(other=thin)
-    return thin._replace(other=even)
+        return even._replace(others=(thin,))
+    return thin._replace(others=(even,))

@@ -96,7 +96,8 @@ def _needed_programs(
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
-            cut = cut_into_stages(found.needs.keys.first, one.stages.borders, cluster)
+            borders, inside_first = one.stages.borders, one.stages.inside_first
+            cut = cut_into_stages(found.needs.keys.first, borders, cluster, inside_first)
         else:
             cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)
         parts = _staged(found.needs, one.stages, cut, cluster, bool(backward), found.keys_kept)
@@ -127,6 +128,11 @@ def _staged(
         most = int(chosen.number.max())
         home = np.where(slot < most, most - 1, most) + 2
         last[:] = most
+    if chosen.inside_first:
+        # Nothing travels inside a node between the first stage and the results.
+        last = np.maximum(last, chosen.number)
+        size = cluster.ranks_per_node
+        home = np.where(keys.owner // size == keys.rank // size, last[keys.rank] + 2, home)
     parts = [] if there else [_transfers_of(keys, Kind.KV, stage, keys.owner, keys.rank)]
     if len(relays):
         # Every relay passes on all parts of its piece.

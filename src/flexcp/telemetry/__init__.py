@@ -1,3 +1,4 @@
-"""Telemetry: what a rank did, when, and what it held when something went wrong.
-Off unless a :class:`flexcp.Telemetry` is bound.
+"""Telemetry: records of what a rank did and when, and dumps for when something goes wrong.
+
+It is off unless a :class:`flexcp.Telemetry` is passed to ``bind``.
 """

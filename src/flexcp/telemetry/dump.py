@@ -1,4 +1,4 @@
-"""Dump: the last steps of a rank as one JSON file, for after the crash. Plain data; reading one runs no code.
+"""Dump: write the last steps of a rank to a JSON file after an error, and read such files. Reading runs no code.
 
     flexcp-dump-<UTC time>-rank<global rank>.json
     {format, version, reason, message, time, host, pid, global_rank, flexcp, torch, threads (of a stall),
@@ -29,12 +29,12 @@ from flexcp.telemetry.records import PassRecord, StepRecord
 
 FORMAT, VERSION = "flexcp dump", 1
 LAST_PASSES = 32
-"""Passes of a step that are told; a hang or an error is in the last ones."""
+"""How many of the last passes of a step are written: a hang or an error is in the last ones."""
 
 
 @dataclass(frozen=True)
 class DumpedStep:
-    """A step of a dump: its number on that rank, its plan, where its last passes were."""
+    """A step of a dump: its number on that rank, its plan, its last passes and how far they got, and its error."""
 
     number: int
     plan: Plan
@@ -44,7 +44,7 @@ class DumpedStep:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank wrote."""
+    """The dump of one rank: why it was written, and the last steps of the rank."""
 
     path: Path
     reason: str
@@ -61,7 +61,7 @@ def write_dump(
     global_rank: int,
     threads: dict[str, list[str]] | None = None,
 ) -> Path:
-    """Write the file, whole or not at all."""
+    """Write a dump into ``folder``, completely or not at all, and return its path."""
     import torch
 
     from flexcp.version import __version__
@@ -92,6 +92,7 @@ def write_dump(
 
 
 def _step(step: StepRecord) -> dict[str, Any]:
+    """Return a step as JSON values."""
     plan = step.plan
     return {
         "number": step.number,
@@ -109,6 +110,7 @@ def _step(step: StepRecord) -> dict[str, Any]:
 
 
 def _pass(p: PassRecord) -> dict[str, Any]:
+    """Return a pass as JSON values."""
     times = p.times()
     return {
         "pass": p.name,
@@ -122,7 +124,7 @@ def _pass(p: PassRecord) -> dict[str, Any]:
 
 
 def find_dumps(path: Path) -> list[Path]:
-    """The dump at ``path``, or all dumps in that folder."""
+    """Return the path of a dump, or the paths of all dumps if ``path`` is a folder."""
     if path.is_dir():
         found = sorted(path.glob("flexcp-dump-*.json"))
         if not found:
@@ -134,7 +136,7 @@ def find_dumps(path: Path) -> list[Path]:
 
 
 def read_dump(path: Path) -> Dump:
-    """The dump in a file; ValueError names what is wrong with it."""
+    """Read a dump from a file, or raise a ValueError that says what is wrong with it."""
     data = read_json(path, "dump", "copy it again")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{path} is JSON, but no flexcp dump; give a flexcp-dump-*.json")
@@ -151,18 +153,20 @@ def read_dump(path: Path) -> Dump:
 
 
 def _integer(value: Any) -> int:
+    """Return an integer from a dump, or raise TypeError if it is none."""
     if type(value) is not int:
         raise TypeError(f"{shown(value)} is no whole number")
     return value
 
 
 def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
+    """Read a step of a dump with its plan, or raise if the plan is not the one that the dump names."""
     number = _integer(step["number"])
     try:
         plan = load_plan(base64.b64decode(step["plan"], validate=True))
     except (PlanFormatError, binascii.Error) as error:
         raise ValueError(f"{path}: the plan of step {number} cannot be read: {error}") from None
-    if step["hash"] not in (plan.hash, version_1_hash(plan)):  # the second is what a dump of a plan of version 1 has
+    if step["hash"] not in (plan.hash, version_1_hash(plan)):  # old dumps hold plans of version 1 with their own hash
         raise ValueError(
             f"{path}: step {number} says its plan is {str(step['hash'])[:12]}, but holds {plan.hash[:12]}; "
             "copy the dump again"

@@ -1,7 +1,7 @@
-"""Finite: whether results are numbers, asked without making the host wait.
+"""Finite: look for NaN and Inf in results without making the host wait.
 
-One reduction a tensor gives its largest magnitude, which is NaN or infinite exactly when something in it is. On a GPU
-these few numbers are copied to pinned memory behind the work; they are read at a later call, once they are there.
+The largest magnitude of a tensor is NaN or infinite exactly if one of its elements is, and takes one reduction. On a
+GPU these few numbers are copied to pinned memory asynchronously, and read in a later call, once they have arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A result with NaN or Inf in it: of which call, and the tensors of this rank that have some."""
+    """A result with NaN or Inf: the attention call, and the tensors of this rank that contain some."""
 
     call: str
     tensors: tuple[str, ...]
@@ -29,13 +29,13 @@ class NotFinite:
 
 
 class FiniteWatch:
-    """Looks at every result it is given, and hands back what it found as soon as that is known."""
+    """Looks for NaN and Inf in the results given to :meth:`look`; :meth:`found` reports them as soon as known."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, tuple[str, ...], Tensor, torch.cuda.Event | None]] = deque()
 
     def look(self, call: str, tensors: dict[str, Tensor]) -> None:
-        """Note the largest magnitude of each tensor; a LSE of -inf is no fault, so leave it out."""
+        """Compute the largest magnitude of each tensor of a call. Do not pass LSEs: -inf is valid there."""
         sizes = [
             torch.linalg.vector_norm(x, float("inf"), dtype=_wide(x)) if x.numel() else x.new_zeros((), dtype=_wide(x))
             for x in tensors.values()
@@ -50,7 +50,7 @@ class FiniteWatch:
         self._waiting.append((call, tuple(tensors), largest, event))
 
     def found(self) -> NotFinite | None:
-        """The first bad result among those known by now."""
+        """Return the first result with NaN or Inf in ``out`` among those known by now, or None."""
         while self._waiting and (self._waiting[0][3] is None or self._waiting[0][3].query()):
             call, names, largest, _ = self._waiting.popleft()
             bad = tuple(n for n, x in zip(names, largest.tolist(), strict=True) if not isfinite(x))
@@ -60,4 +60,5 @@ class FiniteWatch:
 
 
 def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of the magnitudes: float64 for float64 tensors, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
-"""Gather on rank 0: what ranks tell rank 0 through the group's store, and how far their clocks are apart.
-Off the device.
+"""Gather on rank 0: send facts from all ranks to rank 0 through the group's store, and measure clock offsets.
 
-A rank's clock counts from anywhere. Rank 0 answers each rank's questions with its own time; the answer of the shortest
-round trip is at most half of it wrong, and that bound travels with the offset. Clocks of different machines also drift
-by some microseconds a second, so offsets are taken when they are used.
+The device is not used. The clock of a rank has an arbitrary origin. So each rank asks rank 0 for its time several
+times. The answer of the shortest round trip is wrong by at most half of that trip, and this bound is kept with the
+offset. Clocks of different machines also drift by some microseconds per second, so offsets are measured each time they
+are needed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ QUESTIONS = 5
 def gather_on_rank_0(
     facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta
 ) -> list[dict[str, Any]] | None:
-    """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's)
-    and ``offset_error_ns``.
+    """Return the facts of every rank on rank 0, and None on other ranks. All ranks of ``group`` must call this.
 
-    Collective over ``group``; None on other ranks.
+    Each rank's facts get ``offset_ns``, which added to its clock gives the clock of rank 0, and ``offset_error_ns``.
     """
     return through_store(timeout, lambda: _gathered(facts, group, timeout))
 
 
 def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
+    """Do the work of :func:`gather_on_rank_0`, with all calls to the store."""
     store, rank, size = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
     key = f"flexcp/meeting/{store.add(f'flexcp/meetings/{rank}', 1)}"
     deadline, other = time.monotonic() + timeout.total_seconds(), 0
@@ -61,12 +61,12 @@ def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelt
 
 
 def _left(deadline: float) -> timedelta:
-    """Until the deadline, but never nothing, which the store would take for its own default."""
+    """Return the time until the deadline, but never 0, for which the store would use its own default timeout."""
     return timedelta(seconds=max(0.01, deadline - time.monotonic()))
 
 
 def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
-    """(offset to rank 0's clock, how wrong it can be) in nanoseconds."""
+    """Ask rank 0 for its time; return (offset to rank 0's clock, largest error of it) in nanoseconds."""
     found = []
     for i in range(QUESTIONS):
         asked = perf_counter_ns()
@@ -81,6 +81,7 @@ def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
 
 
 def _answer(store: Store, key: str, deadline: float) -> None:
+    """Answer the questions of one rank with the time of rank 0."""
     for i in range(QUESTIONS):
         store.wait([f"{key}/ask/{i}"], _left(deadline))
         store.set(f"{key}/answer/{i}", str(perf_counter_ns()))

@@ -1,9 +1,9 @@
-"""Records: what is kept of a step and of each of its passes.
-A few numbers a slot, and never more than ``PASSES`` passes a step.
+"""Records: what telemetry remembers of a step and of each of its passes.
 
-A pass has a stamp where it begins, three in every slot (transfers in, next transfers posted, work done) and one at its
-end. So the number of stamps says where it is, and the gaps between them say how long it waited, packed and computed. A
-rank that needs nobody has one slot without transfers, and only the first and the last stamp.
+A record holds a few numbers per slot, and at most ``PASSES`` passes per step. A pass has a time stamp at its beginning,
+three in every slot (transfers taken in, next transfers posted, work done) and one at its end. So the number of stamps
+says where the pass is, and the gaps between them say how long it waited, packed and computed. A rank without transfers
+has one slot, and only the first and the last stamp.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ IN_SLOT = ("wait", "pack", "compute")
 DOING = ("waits for the transfers of stage {0}", "packs what leaves for stage {1}", "computes slot {0}")
 
 Messages = list[tuple[int, int]]
-"""(peer, bytes) of each message."""
+"""A list with (peer, bytes) of each message."""
 
 
 class Times(NamedTuple):
-    """Nanoseconds this rank's passes waited for transfers, packed and unpacked, and computed."""
+    """Nanoseconds that passes of this rank waited for transfers, packed and unpacked messages, and computed."""
 
     wait: int
     pack: int
@@ -43,12 +43,12 @@ class Times(NamedTuple):
 
 @dataclass(eq=False)
 class PassRecord:
-    """One pass: which, its stamps so far, the error that ended it."""
+    """One pass: its mask, direction and number, its stamps so far, and the error that ended it."""
 
     mask: str
     backward: bool
     number: int
-    """Counts the passes of its step."""
+    """The number of the pass in its step, from 0."""
     slots: int
     stamp: Callable[[], Stamp]
     on_error: Callable[[PassRecord, BaseException], None]
@@ -57,10 +57,12 @@ class PassRecord:
     error: str = ""
 
     def mark(self) -> None:
+        """Take a stamp."""
         self.stamps.append(self.stamp())
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Run a pass inside this context: take its first and last stamp, and note its error."""
         self.mark()
         try:
             yield
@@ -76,25 +78,25 @@ class PassRecord:
         return f"{'backward' if self.backward else 'forward'} {self.mask}"
 
     def finished(self) -> bool:
-        """Whether the device is through with it."""
+        """Return whether the device has finished the pass."""
         return self.done and passed(self.stamps) == len(self.stamps)
 
     def spans(self) -> list[tuple[int, str]]:
-        """(slot, what is done there) of each gap between stamps."""
+        """Return (slot, activity) of each gap between stamps; an activity is one of ``IN_SLOT``."""
         if self.done and len(self.stamps) == 2:
             return [(0, "compute")]
         found = [(slot, what) for slot in range(self.slots) for what in IN_SLOT]
         return [*found, (self.slots - 1, "wait")]
 
     def times(self) -> Times:
-        """Sums over the slots the device has passed."""
+        """Return the times of the pass, summed over the stamps that the device has reached."""
         totals = dict.fromkeys(IN_SLOT, 0)
         for (_, what), gap in zip(self.spans(), gaps(self.stamps[: passed(self.stamps)]), strict=False):
             totals[what] += gap
         return Times(**totals)
 
     def reached(self) -> str:
-        """Where the device is in this pass, in words."""
+        """Describe in words how far the device is in this pass."""
         count = passed(self.stamps)
         if self.done and count == len(self.stamps):
             return "done"
@@ -110,7 +112,7 @@ class PassRecord:
 
 @dataclass(eq=False)
 class StepRecord:
-    """One bind: its plan, how long the loop waited for that plan, and its passes."""
+    """One step: its plan, the nanoseconds that the loop waited for the plan, and its last passes."""
 
     number: int
     plan: Plan
@@ -118,7 +120,7 @@ class StepRecord:
     rank: int | None = None
     """This rank in the group; None until the step's first pass."""
     owner: Callable[[], object] | None = None
-    """The step, weakly; None until its first pass."""
+    """A weak reference to the step; None until its first pass."""
     error: str = ""
     count: int = 0
     passes: deque[PassRecord] = field(default_factory=lambda: deque(maxlen=PASSES))
@@ -126,32 +128,34 @@ class StepRecord:
 
     @cached_property
     def compute_balance(self) -> float:
-        """Largest / mean over ranks of area x query heads, masks weighted by their layers."""
+        """Largest / mean work of the ranks, in (query, key) pairs x query heads over all layers."""
         return imbalance(self.plan.work_of_layers())
 
     @property
     def token_balance(self) -> float:
-        """Largest / mean over ranks of kept tokens."""
+        """Largest / mean number of tokens that the ranks keep."""
         return imbalance(self.plan.placement.tokens)
 
     def messages(self, mask: str, backward: bool) -> list[tuple[Messages, Messages]]:
-        """By stage: what this rank sends and receives in a pass, one message a peer."""
+        """Return, for each stage of a pass, the messages that this rank sends and those it receives, one per peer."""
         key = (mask, backward)
         if key not in self._messages:
             self._messages[key] = _messages(self.plan, self.rank or 0, mask, backward)
         return self._messages[key]
 
     def sent_bytes(self) -> int:
-        """What this rank sent in the passes kept here, all of which are as the plan says."""
+        """Return the bytes that this rank sent in the finished passes of this record, according to the plan."""
         kept = [self.messages(p.mask, p.backward) for p in list(self.passes) if p.done]
         return sum(size for stages in kept for sends, _ in stages for _, size in sends)
 
     def times(self) -> Times:
+        """Return the times of all passes of this record, summed up."""
         each = [p.times() for p in list(self.passes)]
         return Times(*(sum(t[i] for t in each) for i in range(3)))
 
 
 def _messages(plan: Plan, rank: int, mask: str, backward: bool) -> list[tuple[Messages, Messages]]:
+    """Return, for each stage, the messages that a rank sends and those it receives."""
     number = [m.name for m in plan.batch.masks].index(mask)
     program = plan.programs[number][backward]
     t, size = program.transfers, program.transfers.bytes(plan.shape)

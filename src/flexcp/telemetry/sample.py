@@ -1,18 +1,18 @@
-"""Sample: a few rows of a result, computed again in float64, while training runs.
+"""Sample: compute a few rows of a result again in float64, while training runs, and compare.
 
-Keys stay where they are. The sampled rows' queries and results go to every rank (one sum over ranks); each rank scores
-them against the keys it keeps itself, straight from the mask's slices; the parts meet as LSEs (one gather) and as
-weighted values (one sum). That shares nothing with the plan but who keeps which token, moves a few rows and no keys,
-and gives every rank the same numbers, so that all of them raise or none. Every rank of the step must come here in the
-same call.
+Keys do not move. The queries and results of the sampled rows are sent to every rank (one sum over ranks). Each rank
+computes their logits with the keys it keeps, directly from the slices of the mask. The parts of the ranks are combined
+as LSEs (one gather) and as weighted values (one sum). So the check uses nothing of the plan but which rank keeps which
+token, and moves only a few rows. All ranks get the same numbers, so either all of them raise or none. All ranks of a
+step must check the same calls.
 
 Legend: N sampled rows, H query heads, G KV heads, M of this rank's keys, D and V the head sizes.
 
-The rule. The error of a row's output is measured against the size of what was summed, ``sum p |v|``, which neither
-vanishes where values cancel nor hides errors where they are small. Allowed is, for float64, 1e-10; for lower precisions
-twice what the same sum gives when done as the reference kernel does (float32, P and result rounded to the dtype), plus
-one rounding to the dtype, plus sqrt(n) float32 roundings for a row of n tiles of keys, which kernels add up one after
-the other. LSEs: the same, against ``max(1, |LSE|)``.
+The error of a row's output is relative to ``sum p |v|``, the size of the summands: it does not vanish where values
+cancel, and does not hide errors where values are small. The limit for float64 is 1e-10. For lower precisions it is
+twice the error of the same sum computed as the reference kernel does (in float32, with P and the result rounded to the
+dtype), plus one rounding to the dtype, plus sqrt(n) float32 roundings for a row of n tiles of keys, because kernels add
+up tiles one after the other. LSEs have the same limits, relative to ``max(1, |LSE|)``.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 KEYS_AT_ONCE = 16_384
-"""Keys whose float64 copies are in memory at a time."""
+"""The most keys of which float64 copies are in memory at one time."""
 TILE_KEYS = 64
 
 
 class MismatchError(RuntimeError):
-    """A result of attention that a dense computation of the same row does not confirm."""
+    """Raised if a sampled row of attention differs from a dense computation of the same row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The worst of the sampled rows: where it is, the larger of its errors and what that may be."""
+    """The worst of the sampled rows: where it is, whether its output or its LSE is off, the error and its limit."""
 
     token: int
     document: int
@@ -67,7 +67,7 @@ class Row:
 
 
 def chosen_rows(tokens: int, count: int, seed: int, call: int) -> Ints:
-    """Stream tokens to look at in this call: the same on every rank."""
+    """Choose the stream tokens to check in a call, in ascending order and the same on every rank."""
     found = np.random.default_rng([seed, call]).choice(tokens, size=min(count, tokens), replace=False)
     return np.sort(found, kind="stable")
 
@@ -83,8 +83,9 @@ def worst_row(
     lse: Tensor,
     tokens: Ints,
 ) -> Row:
-    """Compute the rows ``tokens`` of the stream again; the one that is furthest off.
-    Collective over the step's group.
+    """Compute the rows ``tokens`` of the stream again, and return the one that is furthest from its limit.
+
+    All ranks of the step's group must call this.
     """
     q, k, v = qkv
     here = step.row_tokens.numpy()
@@ -115,8 +116,9 @@ def worst_row(
 
 
 def _everywhere(step: Step, here: Ints, tokens: Ints, *tensors: Tensor) -> list[Tensor]:
-    """The rows ``tokens`` (ascending) of per-token tensors on every rank, in float64:
-    each from the rank that keeps it.
+    """Return the rows ``tokens`` (ascending) of per-token tensors, in float64, on every rank.
+
+    Each row comes from the rank that keeps it; ``here`` are the stream tokens of this rank.
     """
     mine, device = np.flatnonzero(np.isin(here, tokens)), tensors[0].device
     at, to = uploaded(mine, device), uploaded(np.searchsorted(tokens, here[mine]), device)
@@ -128,7 +130,7 @@ def _everywhere(step: Step, here: Ints, tokens: Ints, *tensors: Tensor) -> list[
 
 
 def _visible(batch: Batch, mask: int, token: int, here: Ints) -> Ints:
-    """The local rows whose keys the row of a stream token sees."""
+    """Return the local rows whose keys a stream token sees; ``here`` are the stream tokens of this rank."""
     document = int(batch.document_of(np.array([token]))[0])
     start, layer = int(batch.starts[document]), batch.masks[mask]
     slices, row = layer.slices[layer.first[document] : layer.first[document + 1]], token - start
@@ -140,7 +142,7 @@ def _visible(batch: Batch, mask: int, token: int, here: Ints) -> Ints:
 
 
 def _logits(q_NHD: Tensor, k: Tensor, seen: list[Ints], settings: Settings, dtype: torch.dtype) -> list[Tensor]:
-    """``[H, M]`` for each sampled row, over the keys here that it sees."""
+    """Return the logits ``[H, M]`` of each sampled row with the keys of this rank that it sees."""
     found = []
     for q_HD, rows in zip(q_NHD.to(dtype), seen, strict=True):
         q_GSD = q_HD.unflatten(0, (k.shape[1], -1))
@@ -151,7 +153,7 @@ def _logits(q_NHD: Tensor, k: Tensor, seen: list[Ints], settings: Settings, dtyp
 
 
 def _total_lse(step: Step, logits: list[Tensor], sink: Tensor | None) -> Tensor:
-    """``[N, H]`` in float64: the LSE over the keys of all ranks, and the sink."""
+    """Return the LSE ``[N, H]`` over the keys of all ranks, and the sink if there is one, in float64."""
     mine_NH = torch.stack([torch.logsumexp(s_HM, 1) for s_HM in logits]).double()
     everyone = step.collectives.gathered("the check of sampled rows, LSEs", mine_NH)
     if sink is not None:
@@ -160,7 +162,7 @@ def _total_lse(step: Step, logits: list[Tensor], sink: Tensor | None) -> Tensor:
 
 
 def _weighted(logits: list[Tensor], lse_NH: Tensor, v: Tensor, seen: list[Ints], rounding: torch.dtype) -> Tensor:
-    """``[N, H, V]`` in float64: this rank's share of the output, with P rounded to a dtype."""
+    """Return this rank's share of the output ``[N, H, V]`` in float64, with P rounded to the dtype ``rounding``."""
     found = []
     for s_HM, lse_H, rows in zip(logits, lse_NH, seen, strict=True):
         shift = torch.where(lse_H == -torch.inf, 0.0, lse_H).to(s_HM.dtype)
@@ -175,18 +177,22 @@ def _weighted(logits: list[Tensor], lse_NH: Tensor, v: Tensor, seen: list[Ints],
 
 
 def _chunks(x: Tensor, rows: Ints) -> list[Tensor]:
-    """The rows of a tensor, some at a time; one empty part when there are none."""
+    """Return the given rows of a tensor in parts of at most ``KEYS_AT_ONCE``; one empty part if there are none."""
     return [
         x.detach()[uploaded(rows[i : i + KEYS_AT_ONCE], x.device)] for i in range(0, max(len(rows), 1), KEYS_AT_ONCE)
     ]
 
 
 def _apart(found: Tensor, right: Tensor) -> Tensor:
-    """|found - right|, with -inf meeting -inf, and NaN that came in with the inputs meeting NaN."""
+    """Return |found - right|, which is 0 where both are -inf, or both are NaN (from the inputs)."""
     return torch.where((found == right) | (found.isnan() & right.isnan()), 0.0, (found - right).abs())
 
 
 def _worst(step: Step, tokens: Ints, found_2NH: Tensor, own_2NH: Tensor, dtype: torch.dtype) -> Row:
+    """Return the row with the largest ratio of error to limit.
+
+    ``found_2NH`` are the errors of outputs and LSEs, ``own_2NH`` those of the reference computation in ``dtype``.
+    """
     found, own = found_2NH.cpu(), own_2NH.cpu()
     batch, kept = step.plan.batch, step.plan.placement.kept
     tiles = int(batch.lengths[batch.document_of(tokens)].max()) / TILE_KEYS

@@ -1,4 +1,4 @@
-"""Scalars: a step as a handful of numbers, for TensorBoard or any writer with ``add_scalar(tag, value, step)``."""
+"""Scalars: summarize a step in a few numbers, for TensorBoard or any writer with ``add_scalar(tag, value, step)``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flexcp.telemetry.records import StepRecord
 
 
 class ScalarWriter(Protocol):
-    """What ``torch.utils.tensorboard.SummaryWriter`` is to us."""
+    """The part of ``torch.utils.tensorboard.SummaryWriter`` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
 
 def scalars(step: StepRecord) -> dict[str, float]:
-    """The step's numbers by tag; times are this rank's, in milliseconds."""
+    """Return the numbers of a step by tag; times are those of this rank, in milliseconds."""
     times = step.times()
     return {
         "flexcp/compute_balance": step.compute_balance,
@@ -29,5 +29,6 @@ def scalars(step: StepRecord) -> dict[str, float]:
 
 
 def write_scalars(step: StepRecord, writer: ScalarWriter) -> None:
+    """Write the numbers of a step to a writer."""
     for tag, value in scalars(step).items():
         writer.add_scalar(tag, value, step.number)

@@ -1,9 +1,9 @@
-"""Stall: a thread that notices when nothing moves.
+"""Stall: a thread that notices when passes make no progress.
 
-On gloo a rank that waits too long raises by itself. On NCCL the host never waits: work is queued, the device hangs, and
-after its own limit NCCL ends the process without a word about stages. This thread looks, several times within the
-limit, at how far the passes got; when one that has begun stays where it is for the whole limit, it says so once, from
-outside. It only asks, and never touches the passes.
+With gloo, a rank that waits too long raises an error itself. With NCCL the host does not wait: work is queued, the
+device hangs, and after its own time limit NCCL ends the process without saying in which stage it hung. This thread
+checks the progress of passes several times within its limit. If a pass that has begun makes no progress for the whole
+limit, the thread reports it once. It only reads the records and never touches the passes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from time import monotonic
 from typing import Any
 
 LOOKS = 4
-"""How often the thread looks within the limit."""
+"""How often the thread checks the progress within the limit."""
 
 Progress = tuple[object, ...]
-"""Where things stand; equal when nothing moved. Empty when nothing is under way."""
+"""How far the passes are: equal values mean that nothing moved, an empty one that no pass is under way."""
 
 
 class StallWatch:
-    """Calls ``stalled()`` of its owner once for each place where ``progress()`` stays equal for ``limit`` seconds.
+    """Calls ``stalled(owner)`` once whenever ``progress(owner)`` stays the same for ``limit`` seconds.
 
-    The owner is held weakly: when it goes, so does the thread.
+    The owner is referenced weakly, and the thread ends when the owner is collected.
     """
 
     def __init__(
@@ -38,9 +38,11 @@ class StallWatch:
         threading.Thread(target=self._run, name="flexcp stall watch", daemon=True).start()
 
     def close(self) -> None:
+        """Stop the thread."""
         self._end.set()
 
     def _run(self) -> None:
+        """Check the progress until the watch is closed or its owner is collected."""
         seen: Progress = ()
         since, told = monotonic(), False
         while not self._end.wait(self._limit / LOOKS):
@@ -57,7 +59,7 @@ class StallWatch:
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """What every thread of this process is doing, as lines of text."""
+    """Return the stack of every thread of this process, as lines of text."""
     names = {t.ident: t.name for t in threading.enumerate()}
     return {
         f"{names.get(number, 'unknown')} {number}": [line.rstrip() for line in traceback.format_stack(frame)]

@@ -1,4 +1,4 @@
-"""Telemetry: the object a user passes to ``bind`` to have a step followed. One per process; it outlives steps.
+"""Telemetry: the object that a user passes to ``bind`` to have steps recorded; one serves all steps of a process.
 
     telemetry = flexcp.Telemetry("dumps", nan_check=True, check_every=500)
     with telemetry.planning():
@@ -8,9 +8,9 @@
     telemetry.log(writer)                     # TensorBoard: what is known of finished steps
     telemetry.trace("trace.json", group)      # Perfetto: the last steps of all ranks, written by rank 0
 
-It keeps the last ``keep`` steps, each with its plan and where its passes are. When attention raises, stalls or gives
-NaN, that goes to a file in ``dump_dir`` (see ``dump.py``); without a ``dump_dir`` nothing is ever written. Nothing here
-makes the host wait for the device but ``trace``, and the calls that ``check_every`` picks.
+It keeps the last ``keep`` steps, each with its plan and the progress of its passes. When attention raises an error,
+stalls or gives NaN, a dump is written to ``dump_dir`` (see ``dump.py``); without a ``dump_dir`` nothing is written. The
+host waits for the device only in ``trace`` and in the calls that are checked because of ``check_every``.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
 MOST_DUMPS = 4
-"""Files one Telemetry writes by itself: the first ones tell what went wrong."""
+"""The most dumps that a Telemetry writes on its own: the first ones show what went wrong."""
 
 
 class Telemetry:
-    """Follows the steps it is bound to.
+    """Records the steps that are bound with it.
 
-    ``dump_dir``: where dumps go. ``keep``: how many of the last steps are remembered. ``stall``: seconds without
-    progress after which a dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; found
-    ones are dumped and warned of. ``check_every``: every so many attention calls, ``check_rows`` rows chosen by
-    ``seed`` are computed again densely, and :class:`flexcp.MismatchError` is raised on all ranks when they disagree (0:
-    never). Give every rank the same values.
+    ``dump_dir``: the folder for dumps. ``keep``: how many of the last steps are remembered. ``stall``: seconds without
+    progress after which a dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; if there
+    are some, write a dump and warn. ``check_every=n``: in every n-th attention call, compute ``check_rows`` rows chosen
+    by ``seed`` again densely, and raise :class:`flexcp.MismatchError` on all ranks if they differ (0: never). Give
+    every rank the same values.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Telemetry:
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self.check_every, self.check_rows, self.seed = check_every, check_rows, seed
         self.dumps: list[Path] = []
-        """Files written so far."""
+        """The dumps written so far."""
         self._steps: deque[StepRecord] = deque(maxlen=keep)
         self._bound, self._forwards, self._logged, self._planning = 0, 0, 0, 0
         self._finite = FiniteWatch() if nan_check else None
@@ -95,7 +95,7 @@ class Telemetry:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Around whatever gives the loop its next plan: how long that takes is the next step's planning wait."""
+        """Measure how long the code inside this context waits for the next plan: the next step's planning wait."""
         start = perf_counter_ns()
         yield
         self._planning += perf_counter_ns() - start
@@ -104,6 +104,7 @@ class Telemetry:
 
     @contextmanager
     def binding(self, plan: Plan) -> Iterator[None]:
+        """Record the binding of a plan inside this context, and dump its error."""
         record = self._new_step(plan)
         try:
             yield
@@ -113,6 +114,7 @@ class Telemetry:
             raise
 
     def watch(self, step: Step, mask: int, backward: bool, device: torch.device) -> PassRecord:
+        """Return a new record for a pass that is about to begin."""
         record = self._record(step)
         if self._stall is not None and self._stall_watch is None and self.dump_dir is not None:
             self._stall_watch = StallWatch(self, self._stall, Telemetry._progress, Telemetry._stalled)
@@ -132,6 +134,7 @@ class Telemetry:
         out: Tensor,
         lse: Tensor,
     ) -> None:
+        """Check the result of a forward pass as ``nan_check`` and ``check_every`` ask."""
         self._forwards += 1
         record = self._record(step)
         if self._finite is not None:
@@ -151,10 +154,10 @@ class Telemetry:
     # --- what the user calls ------------------------------------------------------------------------------------------
 
     def log(self, writer: ScalarWriter) -> None:
-        """Write the numbers of every step that the device is through with and that was not written before.
+        """Write the numbers of every step that the device has finished and that was not written before.
 
-        ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``. Call it at the
-        end of a training step. It does not wait: on a GPU a step may appear a call later.
+        ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``. Call this at the
+        end of a training step. It does not wait for the device: on a GPU a step may be written one call later.
         """
         for step in self.steps:
             if step.number < self._logged:
@@ -167,10 +170,10 @@ class Telemetry:
     def trace(
         self, path: str | Path, group: dist.ProcessGroup | DeviceMesh | None = None, timeout: float = 120.0
     ) -> None:
-        """Write the last steps of all ranks of ``group`` as a Perfetto trace. Every rank calls this;
-        rank 0 writes the file.
+        """Write the last steps of all ranks of ``group`` as a Perfetto trace.
 
-        Waits for the device and for the other ranks, up to ``timeout`` seconds.
+        Every rank must call this; rank 0 writes the file. It waits for the device, and up to ``timeout`` seconds for
+        the other ranks.
         """
         facts = rank_log(self.steps)
         whole = group if group is None or isinstance(group, dist.ProcessGroup) else group.get_group()
@@ -182,16 +185,16 @@ class Telemetry:
             write_whole(path, json.dumps(trace(logs), separators=(",", ":")))
 
     def dump(self, reason: str = "asked", message: str = "") -> Path:
-        """Write what is remembered to a file in ``dump_dir`` now."""
+        """Write a dump of the last steps to ``dump_dir`` now, and return its path."""
         if self.dump_dir is None:
-            raise ValueError("there is no folder to dump to; make it Telemetry('folder')")
+            raise ValueError("there is no folder for dumps; make the telemetry with flexcp.Telemetry('folder')")
         threads = thread_stacks() if reason == "stall" else None
         path = write_dump(self.dump_dir, reason, message, self.steps, _global_rank(), threads)
         self.dumps.append(path)
         return path
 
     def close(self) -> None:
-        """Stop the thread that looks for stalls, and tell what is still known of NaNs."""
+        """Stop the thread that looks for stalls, and warn of NaNs that were not reported yet."""
         if self._stall_watch is not None:
             self._stall_watch.close()
             self._stall_watch = None
@@ -200,13 +203,14 @@ class Telemetry:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _new_step(self, plan: Plan) -> StepRecord:
+        """Add the record of a new step."""
         record = StepRecord(self._bound, plan, self._planning)
         self._bound, self._planning = self._bound + 1, 0
         self._steps.append(record)
         return record
 
     def _record(self, step: Step) -> StepRecord:
-        """The record of a step; a new one where more than ``keep`` steps are in use at once."""
+        """Return the record of a step; a new one if it was dropped because more than ``keep`` steps are in use."""
         same = [s for s in self._steps if s.plan is step.plan]
         for record in same:
             if record.owner is not None and record.owner() is step:
@@ -216,42 +220,48 @@ class Telemetry:
         return found
 
     def _failed(self, record: PassRecord, error: BaseException) -> None:
+        """Dump the error of a pass."""
         self._dump_error(f"{record.name}, which {record.reached()}", error)
 
     def _dump_error(self, where: str, error: BaseException) -> None:
+        """Write a dump because of an error, and add its path to the error as a note."""
         reason = "mismatch" if isinstance(error, MismatchError) else "error"
         path = self._dumped(reason, f"{where}: {type(error).__name__}: {error}")
         if path is not None:
             error.add_note(f"flexcp wrote {path}; flexcp verify @{path} replays its plans")
 
     def _dumped(self, reason: str, message: str) -> Path | None:
-        """Dump unless there is no folder or there are enough; a dump that fails is a warning,
-        and never hides the cause.
+        """Write a dump, unless there is no folder or there are ``MOST_DUMPS``; return its path.
+
+        If writing fails, only warn, so that the error that caused the dump is not hidden.
         """
         if self.dump_dir is None or len(self.dumps) >= MOST_DUMPS:
             return None
         try:
             return self.dump(reason, message)
-        except Exception as problem:  # whatever it is: somebody is about to raise what this dump is of
+        except Exception as problem:  # any error: the caller is about to raise the error that caused the dump
             warnings.warn(f"flexcp could not write a dump to {self.dump_dir}: {problem}", stacklevel=2)
             return None
 
     def _tell_not_finite(self) -> None:
+        """Write a dump and warn if a result with NaN or Inf is known by now."""
         bad = None if self._finite is None else self._finite.found()
         if bad is not None:
             path = self._dumped("nan", str(bad))
             warnings.warn(f"flexcp: {bad}{'' if path is None else f'; wrote {path}'}", stacklevel=2)
 
     def _progress(self) -> Progress:
-        """Where passes that have begun and not ended are; empty when there is none."""
+        """Return how far each pass is that has begun and not ended; empty if there is none."""
         open_passes = [p for step in self.steps for p in list(step.passes) if not p.error and not p.finished()]
         return tuple((id(p), passed(p.stamps)) for p in open_passes if p.stamps)
 
     def _stalled(self) -> None:
+        """Write a dump that names the passes that make no progress."""
         stuck = [p for step in self.steps for p in list(step.passes) if p.stamps and not p.error and not p.finished()]
         words = "; ".join(f"{p.name} (pass {p.number}) {p.reached()}" for p in stuck[:4])
         self._dumped("stall", f"nothing moved for {self._stall:g} s: {words}")
 
 
 def _global_rank() -> int:
+    """Return this process's rank in the whole run, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,7 +1,7 @@
-"""Timestamps: a moment of a pass, taken without waiting for anything.
+"""Timestamps: record the time at points of a pass, without waiting for the device.
 
-On the CPU a stamp is the host's clock. On a GPU the host only queues work, so a stamp is an event in stream order, and
-what it says is read later, when the device has passed it.
+On the CPU a stamp is the host's clock. On a GPU the host only queues work, so a stamp is a CUDA event, whose time is
+read later, once the device has reached it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ Stamp = int | torch.cuda.Event
 
 
 def stamper(device: torch.device) -> Callable[[], Stamp]:
-    """What takes stamps of work on ``device``."""
+    """Return the function that takes stamps of work on ``device``."""
     return _event if device.type == "cuda" else perf_counter_ns
 
 
 def _event() -> torch.cuda.Event:
+    """Record a CUDA event in the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def passed(stamps: list[Stamp]) -> int:
-    """How many of these stamps, which are in order, the device has reached. Asks, and does not wait."""
+    """Return how many of the stamps, which are in order, the device has reached, without waiting for it."""
     count = len(stamps)
     while count and not _reached(stamps[count - 1]):
         count -= 1
@@ -35,22 +36,27 @@ def passed(stamps: list[Stamp]) -> int:
 
 
 def _reached(stamp: Stamp) -> bool:
+    """Return whether the device has reached a stamp."""
     return isinstance(stamp, int) or stamp.query()
 
 
 def gaps(stamps: list[Stamp]) -> list[int]:
-    """Nanoseconds between each stamp and the next; all must have passed."""
+    """Return the nanoseconds between neighbouring stamps; the device must have reached all of them."""
     return [_gap(a, b) for a, b in pairwise(stamps)]
 
 
 def _gap(a: Stamp, b: Stamp) -> int:
+    """Return the nanoseconds from one stamp to another."""
     if isinstance(a, int) and isinstance(b, int):
         return b - a
     return int(a.elapsed_time(b) * 1e6)  # type: ignore[union-attr, arg-type]
 
 
 def host_times(stamps: list[Stamp]) -> list[int]:
-    """The stamps on the host's clock, in nanoseconds. Waits for the device: not for the training loop."""
+    """Return the times of stamps on the host's clock, in nanoseconds.
+
+    This waits for the device, so do not call it in the training loop.
+    """
     if not stamps or isinstance(stamps[0], int):
         return [s for s in stamps if isinstance(s, int)]
     anchor = _event()

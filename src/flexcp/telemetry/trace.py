@@ -1,9 +1,8 @@
-"""Trace: the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev)
-shows with ranks side by side.
+"""Trace: write the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev) shows side by side.
 
-A rank is a process with a track for its slots and one each for computing, waiting, packing, sending and receiving. A
-send is drawn while it is packed and posted; a receive from when it was posted until it was taken in (it arrived
-somewhere in between); an arrow joins the two.
+A rank is shown as a process with a track for its slots, and one each for compute, wait, pack, send and receive. A send
+is drawn while it is packed and posted. A receive is drawn from the time it was posted until it was taken in; it arrived
+at some time in between. An arrow joins the two.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Event = dict[str, Any]
 
 
 def rank_log(steps: list[StepRecord]) -> dict[str, Any]:
-    """What a rank has to tell for a trace, as plain data. Waits for the device."""
+    """Return what a trace needs to know about this rank, as plain data; this waits for the device."""
     return {
         "rank": next((s.rank for s in steps if s.rank is not None), 0),
         "steps": [
@@ -40,11 +39,12 @@ def rank_log(steps: list[StepRecord]) -> dict[str, Any]:
 
 
 def _pass_log(p: PassRecord) -> dict[str, Any]:
+    """Return a pass as plain data, with its stamps on the host's clock."""
     return {"name": p.name, "number": p.number, "times": host_times(p.stamps), "spans": p.spans()}
 
 
 def trace(logs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The trace of all ranks, from their logs (each with its clock's offset)."""
+    """Return the trace of all ranks, from their logs, which include the offsets of their clocks."""
     starts = [p["times"][0] + log["offset_ns"] for log in logs for step in log["steps"] for p in step["passes"]]
     origin = min(starts, default=0)
     events = [event for log in logs for event in _rank_events(log, origin)]
@@ -60,7 +60,7 @@ def trace(logs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(logs: list[dict[str, Any]], back: int) -> dict[str, Any]:
-    """A step over all ranks, counted from the last one each of them has."""
+    """Summarize a step over all ranks; ``back`` counts steps from the last one back."""
     steps = [log["steps"][-1 - back] for log in logs]
     spent = [_spent(step) for step in steps]
     compute = [s["compute"] for s in spent]
@@ -77,6 +77,7 @@ def _summary(logs: list[dict[str, Any]], back: int) -> dict[str, Any]:
 
 
 def _spent(step: dict[str, Any]) -> dict[str, int]:
+    """Return the nanoseconds that a rank computed, waited and packed in a step."""
     found = {"compute": 0, "wait": 0, "pack": 0}
     for p in step["passes"]:
         for (_, what), a, b in zip(p["spans"], p["times"], p["times"][1:], strict=False):
@@ -85,6 +86,7 @@ def _spent(step: dict[str, Any]) -> dict[str, int]:
 
 
 def _rank_events(log: dict[str, Any], origin: int) -> list[Event]:
+    """Return all events of a rank; ``origin`` is the time at which the trace begins."""
     rank = log["rank"]
     events: list[Event] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
@@ -103,6 +105,7 @@ def _rank_events(log: dict[str, Any], origin: int) -> list[Event]:
 
 
 def _pass_events(rank: int, step: dict[str, Any], p: dict[str, Any], at: list[float]) -> list[Event]:
+    """Return the events of a pass; ``at`` are its stamps in microseconds."""
     events = []
     slots: dict[int, tuple[float, float]] = {}
     args = {"step": step["number"], "plan": step["hash"][:12], "pass": p["number"]}
@@ -118,10 +121,11 @@ def _pass_events(rank: int, step: dict[str, Any], p: dict[str, Any], at: list[fl
 def _message_events(
     rank: int, step: dict[str, Any], p: dict[str, Any], at: list[float], args: dict[str, Any]
 ) -> list[Event]:
+    """Return a slice for each message that a rank sends or receives in a pass, and the ends of its arrow."""
     events = []
     for stage, (sends, receives) in list(enumerate(step["messages"][p["name"]]))[1:]:
-        # Stage s is packed and posted in slot s - 1, between its second and third stamp, and taken in before slot s's
-        # second.
+        # Slot s has the stamps 3 s + 1 (transfers taken in), 3 s + 2 (next stage posted) and 3 s + 3 (work done). Stage
+        # s is packed and posted in slot s - 1 and taken in at the beginning of slot s.
         packed, posted, taken = at[3 * stage - 2], at[3 * stage - 1], at[3 * stage + 1]
         for peer, count in sends:
             what = args | {"bytes": count, "peer": peer, "stage": stage}
@@ -135,15 +139,17 @@ def _message_events(
 
 
 def _inside(begin: float, end: float) -> float:
-    """A moment just before ``end``: an arrow belongs to the slice it is in."""
+    """Return a time just before ``end``, because Perfetto attaches an arrow to the slice that contains its end."""
     return max(begin, end - 0.001)
 
 
 def _flow(step: dict[str, Any], p: dict[str, Any], stage: int, source: int, target: int) -> str:
+    """Return the id that both ends of a message's arrow share."""
     return f"{step['number']}.{p['number']}.{stage}.{source}.{target}"
 
 
 def _slice(rank: int, track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Event:
+    """Return a bar on a track of a rank."""
     return {
         "ph": "X",
         "pid": rank,
@@ -157,5 +163,6 @@ def _slice(rank: int, track: str, name: str, begin: float, end: float, args: dic
 
 
 def _arrow(phase: str, rank: int, track: str, at: float, flow: str) -> Event:
+    """Return the beginning (``phase`` "s") or the end ("f") of an arrow."""
     found = {"ph": phase, "pid": rank, "tid": TRACKS[track], "cat": "message", "name": "message", "ts": at, "id": flow}
     return found | ({"bp": "e"} if phase == "f" else {})

@@ -1,1 +1,1 @@
-"""Training with flexcp: a small GPT and the demo."""
+"""Training with flexcp: the loop of ``flexcp train``, a small GPT, and the demo."""

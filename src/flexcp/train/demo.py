@@ -1,6 +1,6 @@
-"""The demo: one small GPT, one stream of long-tailed documents, trained on one process and under each strategy.
+"""The demo: a small GPT on a stream of long-tailed documents, trained on one process and under each strategy.
 
-The single process uses torch's own attention document by document and knows nothing of flexcp, so an equal loss is
+The single process runs torch's own attention document by document and uses no part of flexcp, so that equal losses are
 evidence. All runs see the same batches from the same initial weights; gradients are summed over ranks.
 """
 
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo trains, on what."""
+    """The sizes of the demo: ranks, steps, tokens a step, strategies, and the model's attention."""
 
     ranks: int
     steps: int
@@ -52,7 +52,7 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """One run: its losses, and means over steps of what a step moved and took."""
+    """One run: its losses, and means over its steps of time, planning time, bytes and imbalance."""
 
     name: str
     losses: list[float]
@@ -68,12 +68,12 @@ class Result:
 
 
 def batch_lengths(config: DemoConfig, step: int) -> list[int]:
-    """Lengths of a step: the ``longtail`` distribution scaled to a small batch."""
+    """Return the document lengths of a step: the ``longtail`` distribution scaled to a small batch."""
     return shrunk_lengths("longtail", config.tokens, seed=step, shrink=16)
 
 
 def make_plan(config: DemoConfig, strategy: str, step: int) -> Plan:
-    """The plan of a step, the same on every rank."""
+    """Return the plan of a step, the same on every rank."""
     planner = Planner(
         config.heads,
         config.kv_heads,
@@ -86,7 +86,7 @@ def make_plan(config: DemoConfig, strategy: str, step: int) -> Plan:
 
 
 def run_demo(config: DemoConfig, console: Console) -> list[Result]:
-    """Train on one process and under each strategy, with progress on ``console``."""
+    """Train on one process and under each strategy, with progress on ``console``, and return a result for each."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flexcp.measure.ranks import RankPool
@@ -135,12 +135,12 @@ def _measured(config: DemoConfig, name: str, losses: list[float], seconds: float
 
 
 def agree(results: list[Result]) -> bool:
-    """Whether every strategy's loss equals the single process's over the checked steps."""
+    """Return whether every strategy's loss equals that of the single process over the checked steps."""
     return all(r.error <= TOLERANCE for r in results)
 
 
 def show(results: list[Result], config: DemoConfig, console: Console) -> None:
-    """The table of the demo."""
+    """Print the demo's table."""
     from rich.table import Table
 
     table = Table(
@@ -178,11 +178,11 @@ def show(results: list[Result], config: DemoConfig, console: Console) -> None:
 
 Run = tuple[list[float], float]
 
-# --- what runs on the ranks -------------------------------------------------------------------------------------------
+# --- functions that run on the ranks ----------------------------------------------------------------------------------
 
 
 def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float, None, Run]:
-    """All of it on one process, with torch's attention; yields losses, returns (losses, seconds)."""
+    """Train on one process with torch's attention; yields each loss, returns (losses, seconds)."""
     import torch
 
     from flexcp.executor.bind import DEFAULT_TIMEOUT
@@ -213,7 +213,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
 
 
 def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) -> Generator[float, None, Run]:
-    """This rank's share under a strategy; yields the batch's loss, returns (losses, seconds)."""
+    """Train this rank's share under a strategy; yields the loss of each batch, returns (losses, seconds)."""
     import torch.distributed as dist
 
     from flexcp.executor.attention import attention

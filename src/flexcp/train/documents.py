@@ -1,7 +1,7 @@
-"""Documents to train on: lengths of a distribution or of a file with phrases that can be learnt,
-or a text file's paragraphs as bytes.
+"""Training documents: learnable phrases with lengths from a distribution or a file,
+or the paragraphs of a text file as bytes.
 
-Step ``n`` of a run gets the same documents on every rank, whatever ran before it.
+Step ``n`` of a run has the same documents on every rank, independent of the steps before it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flexcp.data.lengths import draw_lengths, parse_lengths
 
 @dataclass(frozen=True)
 class Documents:
-    """``source`` is a distribution's name, ``@file`` of lengths or a text file; a step has ``tokens`` tokens,
-    ids below ``vocabulary``.
+    """The documents of a run: ``tokens`` tokens a step with ids below ``vocabulary``.
 
-    ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch.
-    Lengths of a file are taken as they are, one step behind the other and round again; a document that a step ends in
-    goes on in the next as another.
+    ``source`` is the name of a distribution, ``@file`` with lengths, or a text file. ``shrink`` divides the lengths of
+    a distribution made for long contexts, so that its shape fits a small batch. The lengths of a file are used as they
+    are, step after step, and from the beginning again at its end. A document that does not fit into the rest of a step
+    is cut, and its other part becomes a document of the next step.
     """
 
     source: str
@@ -48,16 +48,18 @@ class Documents:
 
     @cached_property
     def paragraphs(self) -> list[bytes]:
-        """The documents of a text file: what blank lines separate."""
+        """The documents of a text file, separated by blank lines."""
         return [part for part in Path(self.source).read_bytes().split(b"\n\n") if part.strip()]
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The lengths of a file of them."""
+        """The lengths in a file of document lengths."""
         return parse_lengths(self.source)
 
     def cut(self, steps: int) -> str | None:
-        """What to say where steps end inside documents, in a run of so many steps; None where they do not."""
+        """Return a sentence on documents that are cut at the ends of steps in a run of ``steps`` steps;
+        None if none is.
+        """
         if not self.source.startswith("@"):
             if not Path(self.source).is_file():
                 return None
@@ -76,7 +78,7 @@ class Documents:
         )
 
     def step(self, number: int) -> list[Tensor]:
-        """The documents of a step."""
+        """Return the token ids of each document of a step."""
         if self.source.startswith("@"):
             taken = self._taken(number)
             return list(phrases(number, taken, self.vocabulary).split(taken))
@@ -86,7 +88,9 @@ class Documents:
         return list(phrases(number, lengths, self.vocabulary).split(lengths))
 
     def _taken(self, number: int) -> list[int]:
-        """The lengths between two places of the file's documents laid end to end, round and round."""
+        """Return the lengths of the documents that a step takes from the file's documents,
+        which are laid end to end and repeated.
+        """
         ends = np.cumsum(self.lengths)
         begin = number * self.tokens
         cuts, at = [0], begin // int(ends[-1]) * int(ends[-1])
@@ -97,7 +101,7 @@ class Documents:
         return [b - a for a, b in pairwise([*cuts, self.tokens])]
 
     def _text(self, number: int) -> list[Tensor]:
-        """Paragraphs in an order of the step's own, the last one cut where the batch is full."""
+        """Return paragraphs in an order drawn for this step; the last one is cut where the batch is full."""
         order = torch.randperm(len(self.paragraphs), generator=torch.Generator().manual_seed(number)).tolist()
         found: list[Tensor] = []
         left = self.tokens
@@ -112,7 +116,7 @@ class Documents:
 
 
 def shrunk_lengths(name: str, tokens: int, seed: int, shrink: int) -> list[int]:
-    """Lengths of a distribution divided by ``shrink``, that add up to exactly ``tokens``."""
+    """Draw lengths from a distribution, divide them by ``shrink``, and adjust them to add up to exactly ``tokens``."""
     lengths = [max(1, n // shrink) for n in draw_lengths(name, tokens * shrink, seed)]
     lengths[0] += max(0, tokens - sum(lengths))
     while sum(lengths) > tokens:
@@ -121,7 +125,9 @@ def shrunk_lengths(name: str, tokens: int, seed: int, shrink: int) -> list[int]:
 
 
 def phrases(seed: int, lengths: list[int], vocabulary: int) -> Tensor:
-    """A stream of documents that can be learnt: each repeats a random phrase of its own, with a few tokens replaced."""
+    """Return a stream of learnable documents:
+    each repeats its own random phrase, with a few tokens replaced at random.
+    """
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for n in lengths:

@@ -1,7 +1,7 @@
-"""A small GPT: embeddings, blocks of attention (GQA, RoPE) and a gated feed-forward, a tied head. One page, no options.
+"""A small GPT on one page: embeddings, blocks of attention (GQA, RoPE) and a gated feed-forward, a tied head.
 
-Attention is a function the caller passes in: flexcp's on ranks, torch's own on one process. Nothing else in the model
-knows about parallelism: positions come in as an argument and everything besides attention works token by token.
+Attention is a function that the caller passes in: flexcp's on several ranks, torch's own on one process. Nothing else
+in the model depends on parallelism: positions are an argument, and all other layers work token by token.
 
 Shape letters: T tokens, H query heads, G KV heads, D head size, E embedding size.
 """
@@ -33,7 +33,7 @@ class GptConfig:
 
 
 class Gpt(nn.Module):
-    """Logits of the next token for each row."""
+    """A language model that returns next-token logits for each row."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Block(nn.Module):
 
 
 def _rotated(x_THD: Tensor, positions_T: Tensor) -> Tensor:
-    """Rotary position embedding."""
+    """Apply rotary position embedding."""
     half = x_THD.shape[-1] // 2
     frequency = 10_000.0 ** (-torch.arange(half, dtype=x_THD.dtype, device=x_THD.device) / half)
     angle = (positions_T[:, None].to(x_THD.dtype) * frequency)[:, None, :]

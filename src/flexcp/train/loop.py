@@ -1,9 +1,9 @@
-"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, step;
-and what each step did, in numbers.
+"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, optimizer step;
+and a report of each step.
 
-One generator, run by every rank, whether the ranks are CPU processes of our own pool or torchrun's. Gradients are
-summed over ranks by all-reduce: every rank holds the whole model. ``examples/fsdp2_pretrain.py`` shows the same loop
-with a sharded one.
+The loop is one generator that every rank runs, in our own pool of CPU processes or under torchrun. Every rank holds the
+whole model, and gradients are summed over ranks by all-reduce. ``examples/fsdp2_pretrain.py`` shows the same loop with
+a sharded model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flexcp.train.update import total_loss, update
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What is trained, on what, how."""
+    """The model, data, planning and optimizer settings of a run."""
 
     model: str = "gpt"
     data: str = "longtail"
@@ -40,9 +40,9 @@ class TrainConfig:
     dtype: str = "float32"
     learning_rate: float = 3e-3
     preset: str = "cpu"
-    """The cluster whose speeds predictions use."""
+    """The preset of the cluster whose speeds predictions use."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Of ``gpt``: names and values of its configuration that differ from its own."""
+    """For ``gpt``: (name, value) pairs of its configuration that differ from the defaults."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -52,7 +52,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, as all ranks together did it. Bytes are of all attention layers, forward and backward."""
+    """The numbers of one step over all ranks; ``bytes`` are those of all attention layers, forward and backward."""
 
     step: int
     loss: float
@@ -74,7 +74,9 @@ class StepReport:
 
 
 def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport, None, list[StepReport]]:
-    """Collective over ``group``: this rank's part of the run. Yields each step as it is done."""
+    """Run this rank's part of the training; collective over ``group``.
+    Yields the report of each step, returns all reports.
+    """
     ranks = dist.get_world_size(group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     where = cluster(config.preset, 1, ranks)

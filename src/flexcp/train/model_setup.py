@@ -1,7 +1,7 @@
-"""Model setup: a model to train, its planner and its masks, whatever library the model comes from.
+"""Model setup: a model to train with its planner and masks, from our own code or from Hugging Face.
 
-``gpt`` is our small GPT; anything else is a Hugging Face configuration, a file or a folder with ``config.json``, with
-fresh weights.
+``gpt`` is our small GPT. Any other name is a Hugging Face configuration, a file or a folder with ``config.json``, and
+gets random weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexcp.train.gpt import Gpt, GptConfig
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model on a device; ``logits(tokens, step)`` are of this rank's rows of the stream ``tokens``."""
+    """A model to train; ``logits(tokens, step)`` returns the logits of this rank's rows of the stream ``tokens``."""
 
     model: nn.Module
     logits: Callable[[Tensor, Step], Tensor]
@@ -36,7 +36,7 @@ class Trainee:
 def make_trainee(
     name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]
 ) -> Trainee:
-    """The model ``name`` with the same weights on every rank; ``sizes`` are of ``gpt``."""
+    """Make the model ``name`` with the same weights on every rank; ``sizes`` apply to ``gpt`` only."""
     torch.manual_seed(0)
     return (
         _gpt(dtype, device, cluster, strategy, sizes)
@@ -77,7 +77,7 @@ def _huggingface(name: str, dtype: str, device: torch.device, cluster: Cluster, 
 
     def logits(tokens: Tensor, step: Step) -> Tensor:
         given = huggingface.inputs(tokens, step)
-        del given["labels"]  # the loss is taken by who asks, once
+        del given["labels"]  # the training loop computes the loss itself
         found: Tensor = model(**given).logits.flatten(0, 1)
         return found if step.local_tokens else found[:0]
 

@@ -1,4 +1,4 @@
-"""What ``flexcp train`` shows: a line for every step as it is done, and a summary at the end."""
+"""The output of ``flexcp train``: a line for every finished step, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER = (
 
 
 class Table:
-    """Lines on ``console``; without one (every rank of torchrun but the first) nothing is shown."""
+    """Prints lines on ``console``; without one (all ranks of torchrun but the first) it prints nothing."""
 
     def __init__(self, console: Console | None, config: TrainConfig) -> None:
         self.console, self.config = console, config
@@ -35,7 +35,7 @@ class Table:
             self.status.start()
 
     def add(self, report: StepReport) -> None:
-        """A step is done."""
+        """Add the report of a finished step and print its line."""
         self.reports.append(report)
         if self.console is None:
             return
@@ -45,12 +45,12 @@ class Table:
         self.status.update(f"step {report.step + 1} of {self.config.steps}")
 
     def close(self) -> None:
-        """No more steps come."""
+        """Stop the progress display."""
         if self.console is not None:
             self.status.stop()
 
     def summary(self) -> str:
-        """The run in a few words. The first step is left out of times where there are others: it warms up."""
+        """Return a summary of the run. The first step warms up and is left out of the times if there are others."""
         timed = self.reports[1:] or self.reports
         measured, predicted = (median(getattr(r, n) for r in timed) for n in ("measured_ms", "predicted_ms"))
         return (
@@ -62,7 +62,7 @@ class Table:
 
 
 def line(r: StepReport) -> str:
-    """One step in one line."""
+    """Return one step as a line of text."""
     return (
         f"{r.step:>5} {r.loss:>9.5f} {r.documents:>5} {r.tokens_per_second:>9,.0f} {r.measured_ms:>7.1f} ms "
         f"{r.predicted_ms:>7.1f} ms {size(r.bytes):>9}  {r.compute_imbalance:>7.2f} {r.token_imbalance:>7.2f}"

@@ -1,6 +1,6 @@
-"""What ``flexcp train`` is asked to train, on what: looked at before torch is loaded or a rank is started.
+"""Checks of the model and data that ``flexcp train`` is given, made before torch is loaded or a rank is started.
 
-A wrong name ends at once, and a file of document lengths is not taken for a text of digits.
+A wrong name ends the command at once, and a file of document lengths is not taken for a text of digits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from flexcp.models.find import PRESETS, find_model
 from flexcp.shape import Shape
 
 LOOKED_AT = 1 << 16
-"""Bytes of a file that tell whether it holds text or numbers."""
+"""The number of bytes of a file that are examined for numbers."""
 DTYPES = ("float64", "float32", "bfloat16")
 LAYOUTS = ("free", "contiguous", "zigzag")
 JSON_LINES = (".jsonl", ".ndjson")
 
 
 def check_model(name: str) -> None:
-    """Raise for a model that cannot be found, or that is too large to be held by every rank.
-    ``gpt`` is a small one of our own.
+    """Raise ValueError for a model that cannot be found, or that is too large for every rank to hold.
+    ``gpt`` is our own small model.
     """
     if name == "gpt":
         return
@@ -33,13 +33,13 @@ def check_model(name: str) -> None:
             "--head-dim and --layers for a small GPT"
         )
     if not Path(name).exists():
-        find_model(name)  # raises, with the nearest name
+        find_model(name)  # raises an error with the nearest known name
     if "model_type" not in config_values(Path(name)):
         raise ValueError(f"{name} has no model_type, by which Transformers finds the model's code")
 
 
 def check_numbers(tokens: int, steps: int, dtype: str, layout: str, learning_rate: float) -> None:
-    """Raise for settings that make no run."""
+    """Raise ValueError for invalid settings of a run."""
     if tokens < 1:
         raise ValueError(f"a step needs at least 1 token; got {tokens}")
     if steps < 1:
@@ -55,7 +55,7 @@ def check_numbers(tokens: int, steps: int, dtype: str, layout: str, learning_rat
 def gpt_sizes(
     heads: int = 4, kv_heads: int | None = None, head_dim: int = 32, hidden: int | None = None, layers: int = 2
 ) -> tuple[tuple[str, int], ...]:
-    """Sizes of a small GPT, by their names in its configuration; raises for those it cannot have."""
+    """Return the sizes of a small GPT by their names in its configuration; raises ValueError for impossible sizes."""
     shape = Shape(heads, heads if kv_heads is None else kv_heads, head_dim, head_dim)
     if layers < 1:
         raise ValueError(f"--layers is at least 1; got {layers}")
@@ -69,7 +69,7 @@ def gpt_sizes(
 
 
 def check_data(source: str) -> None:
-    """Raise for data that is neither a text, nor ``@file`` of lengths, nor a known distribution."""
+    """Raise ValueError for data that is neither a text file, nor ``@file`` with lengths, nor a known distribution."""
     if source.startswith("@"):
         if min(parse_lengths(source)) < 1:
             raise ValueError(f"{source[1:]} holds a length below 1; a document has at least 1 token")
@@ -99,5 +99,5 @@ def _holds_numbers(path: Path) -> bool:
         words = file.read(LOOKED_AT).split()
     try:
         return bool([parse_count(word.decode()) for word in words])
-    except ValueError:  # UnicodeDecodeError is one too
+    except ValueError:  # includes UnicodeDecodeError
         return False

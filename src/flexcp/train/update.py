@@ -1,7 +1,7 @@
-"""Update: what a loop does after its forward where every rank holds the whole model and its share of one loss.
+"""The update after a forward, for loops in which every rank holds the whole model and a share of one loss.
 
-Shares are summed over ranks, never averaged, gradients and loss alike. ``group`` is None for a process alone. A sharded
-model's framework sums gradients itself (:func:`flexcp.frameworks.fsdp.sum_gradients`).
+Gradients and losses are summed over ranks, never averaged. ``group`` is None for a single process. The framework of a
+sharded model sums gradients itself (:func:`flexcp.frameworks.fsdp.sum_gradients`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Backward, gradients summed over ranks, one step of the optimizer; gradients are gone after it."""
+    """Run the backward, sum gradients over ranks, and make one step of the optimizer;
+    gradients are cleared afterwards.
+    """
     loss.backward()
     sum_gradients((p for part in optimizer.param_groups for p in part["params"]), group)
     optimizer.step()
@@ -22,8 +24,8 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor, group: dist.ProcessGr
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Each parameter's gradient becomes the sum of all ranks'; zero from a rank that did not use it, which must take
-    part all the same.
+    """Replace each parameter's gradient by its sum over all ranks.
+    A rank that did not use a parameter takes part with zeros.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -33,7 +35,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
 
 
 def total_loss(loss: Tensor, group: dist.ProcessGroup | None) -> float:
-    """The batch's loss, of which every rank holds a share."""
+    """Return the loss of the batch: the sum of all ranks' shares."""
     total = loss.detach().clone()
     if group is not None:
         dist.all_reduce(total, group=group)

@@ -8,6 +8,7 @@ times each.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.exchange.collectives import Occasion
 from flexcp.executor.exchange.connect import connect
 from flexcp.executor.exchange.failure_notes import within
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
@@ -74,6 +76,62 @@ def run(step: Step) -> dict[str, np.ndarray]:
 def test_the_device_chooses_the_transport() -> None:
     assert transport_for(torch.device("cpu")) is HostExchange
     assert transport_for(torch.device("cuda", 1)) is DeviceExchange
+
+
+# --- the device's way, over gloo --------------------------------------------------------------------------------------
+
+
+class OverGloo(DeviceExchange):
+    """The device's way; but gloo's handles may be waited for once only, and every stage has been asked for before the
+    end.
+    """
+
+    def finish(self) -> None:
+        assert not self._receiving
+
+
+def on_device_way(group: dist.ProcessGroup, plans: list[Plan], ahead: int | None) -> list[str]:
+    """Strategies that differ from themselves over CPU ranks' own transport; rank ``ahead`` counts a pass more than it
+    makes.
+    """
+    found = []
+    for plan in plans:
+        exact = run(flexcp.bind(plan, group))
+        step = flexcp.bind(plan, group)
+        step.passes.host_exchange = OverGloo  # type: ignore[assignment]
+        if step.rank == ahead:
+            step.passes.count += 1
+        try:
+            again = run(step)
+        except RuntimeError as error:
+            return [str(error)]
+        found += [plan.strategy for name in exact if not np.array_equal(exact[name], again[name])]
+    return found
+
+
+def test_stamps_go_before_the_first_message_of_a_pass(pool: RankPool) -> None:
+    plans = [plan_for(strategy, 1, 3) for strategy in ("ring", "allgather", "blocks")]
+    assert pool.run(on_device_way, plans, None, ranks=3) == [[], [], []]
+
+
+def test_ranks_out_of_step_stop_before_they_use_what_came(pool: RankPool) -> None:
+    told = pool.run(on_device_way, [plan_for("allgather", 1, 2)], 1, ranks=2)
+    assert all(
+        re.search("ranks are out of step: messages of another call arrived in stage 1", "".join(t)) for t in told
+    )
+
+
+def test_stamps_of_passes_and_of_other_calls_differ() -> None:
+    passes = [
+        PassLabel(step, number, mask, "m", backward, 2).stamp
+        for step in (1, 2)
+        for number in (1, 2)
+        for mask in (0, 1)
+        for backward in (False, True)
+    ]
+    others = [Occasion(place, number, 1).stamp for place in ("step.roll", "step.loss") for number in (1, 2)]
+    assert len({*passes, *others}) == len(passes) + len(others)
+    assert all(0 <= stamp < 1 << 63 for stamp in passes + others)
 
 
 def dawdling(rank: int, seed: int) -> type[HostExchange]:

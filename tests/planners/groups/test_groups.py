@@ -39,7 +39,7 @@ from flexcp.planners.groups.compiled_dealing import (
     needed_bins,
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
-from flexcp.planners.groups.groups import groups, team_sizes
+from flexcp.planners.groups.groups import all_groupings, groups, team_sizes
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -339,10 +339,14 @@ def test_equal_tokens_pads_little() -> None:
     assert placement.pads * 8 <= sum(lengths) + 8 * 16 * 8
 
 
-def test_the_note_says_degrees() -> None:
+def test_the_note_says_degrees_and_the_settings_that_give_the_same_again() -> None:
     request = asked([100_000, 50_000, 10, 10], cluster("h100", 1, 3))
-    assert groups(request).note == "teams of 1: 3 of 4 documents on one rank, others on 3 ranks"
-    assert groups(asked([10, 10], cluster("h100", 1, 3))).note == "teams of 1: 2 of 2 documents on one rank"
+    for found in all_groupings(request):
+        settings = found.note.partition(": ")[0]
+        again = groups(replace(request, argument=settings))
+        assert again.note == found.note and (again.runs.matrix() == found.runs.matrix()).all()
+    assert groups(request).note.endswith(": 3 of 4 documents on one rank, others on 3 ranks")
+    assert groups(asked([10, 10], cluster("h100", 1, 3))).note.endswith(": 2 of 2 documents on one rank")
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""One module a command."""
+"""The commands, one module each."""

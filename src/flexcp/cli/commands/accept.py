@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ALL_SECONDS = 600.0
 STRATEGIES = "auto,ring,zigzag,allgather,ulysses,blocks"
 HEADS = {"cuda": (32, 8, 128), "cpu": (8, 8, 64)}
-"""Query heads, KV heads and head size where nothing is told."""
+"""Default query heads, KV heads and head size, by device."""
 TOKENS_PER_RANK = {"cuda": 8192, "cpu": 256}
 
 ClusterName = Annotated[
@@ -64,7 +64,7 @@ def accept(
     """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1:
     a check failed.
 
-    Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Speeds of links in --cost stand in for the
+    Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Link speeds in --cost replace the
     preset's.
 
     Example: `torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 -m flexcp accept
@@ -93,7 +93,7 @@ def _setting(
     dtype: str,
     cost: Path | None,
 ) -> Setting:
-    described.attention(HEADS["cpu"])  # a mistake ends here, before torch is loaded
+    described.attention(HEADS["cpu"])  # finds mistakes before torch is loaded
     from flexcp.data.lengths import parse_lengths
     from flexcp.planners.strategies import find_strategy
 
@@ -128,7 +128,7 @@ def _setting(
 
 
 def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
-    """All steps on this rank; ``written`` makes the report, on rank 0 or on who tells how it ended."""
+    """Run all steps on this rank; ``written`` makes the report, on rank 0 or on the rank that reports an early end."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -162,7 +162,7 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
         begin("roll call")
         found.cards = roll_call(watch.store, own_card(rank, setting.device), ranks, timeout)
         watch.names = {card.rank: card.name for card in found.cards}
-        limit = timedelta(seconds=2 * ALL_SECONDS)  # the watch is sooner, and says more
+        limit = timedelta(seconds=2 * ALL_SECONDS)  # the watch ends earlier, and explains more
         start = partial(start_group, setting.device == "cuda", store=store, rank=rank, world_size=ranks, timeout=limit)
         passed = accept(found, start, begin)
         begin("report")
@@ -175,7 +175,7 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
 
 
 def _store(timeout: float) -> tuple[Store, int, int]:
-    """The store that the launcher's variables name."""
+    """Return the store that the launcher's environment variables name, with rank and number of ranks."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -191,12 +191,12 @@ def _store(timeout: float) -> tuple[Store, int, int]:
 
 
 def _after_rank_0(watch: Watch, rank: int) -> None:
-    """A launcher stops all ranks when one ends with a failure: none may before the report is written."""
+    """Wait until rank 0 has written the report: a launcher stops all ranks as soon as one ends with a failure."""
     import time
 
     if rank == 0:
         watch.store.set("written", "yes")
-    while not watch.store.check(["written"]):  # the watch has an eye on the time
+    while not watch.store.check(["written"]):  # the watch ends this if it takes too long
         time.sleep(0.1)
 
 
@@ -212,7 +212,7 @@ def _write(found: Acceptance, write: Path, html: Path, write_cost: Path | None) 
 
 
 def _show(found: Acceptance, as_json: bool, write: Path, html: Path) -> None:
-    """A table of the checks, then a line for everything that is wrong."""
+    """Print a table of the checks, then a line for each failure."""
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:

@@ -84,11 +84,11 @@ def advise(
     Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the
     run, documents dealt by tokens, or over what you use --today.
 
-    A .jsonl of trees (`parents` and `lengths` in every line) is told what trees save over the same sequences as
-    documents of their own.
+    For a .jsonl of trees (`parents` and `lengths` in every line) it tells what trees save compared with the same
+    sequences as separate documents.
 
-    Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of
-    one pass: a batch of the same file, for the same model and cluster.
+    Everything is simulated, and the known error of such simulations is stated. `flexcp compare` gives the same times
+    for one pass: a batch of the same file, for the same model and cluster.
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
@@ -154,7 +154,7 @@ def _one_mask(mask: str | None) -> Mask | None:
 
 
 def _model(described: ModelOptions) -> Preset:
-    """The model that is described, or a known one where nothing is said of it."""
+    """Return the described model, or the default one if nothing is described."""
     from flexcp.models.find import find_model
 
     preset = described.whole()
@@ -178,7 +178,7 @@ def _check(max_tokens_per_rank: int, tokens_per_step: int | None, framework: str
 
 
 def text(advice: Advice, code: list[tuple[str, str]]) -> str:
-    """The advice for a terminal."""
+    """Return the advice as text for a terminal."""
     from flexcp.report.advice_words import advice_words
 
     parts = []
@@ -192,18 +192,18 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
 
 
 def tree_text(advice: TreeAdvice) -> str:
-    """Advice about trees for a terminal."""
+    """Return advice about trees as text for a terminal."""
     return "\n".join(fill(line, 110) for line in advice.words())
 
 
 def tree_data(advice: TreeAdvice) -> dict[str, Any]:
-    """The documented JSON keys of advice about trees."""
+    """Return advice about trees with the documented JSON keys."""
     sides = {"trees": asdict(advice.trees), "separate": asdict(advice.separate)}
     return {"simulated": True, **sides, "tokens_saved": advice.saved, "gain": round(advice.gain, 4)}
 
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
-    """The documented JSON keys."""
+    """Return the advice with the documented JSON keys."""
     from flexcp.compare.why_static import why_static
     from flexcp.known_errors.words import error_data
 
@@ -286,7 +286,7 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
 
 
 def _first_pass(answer: Answer, who: str, head_flops: int) -> Section:
-    """The plan of the first pass that was simulated, with that pass's own time: the headline's is the mean of all."""
+    """Return the section of the first simulated pass with its own time; the headline has the mean of all passes."""
     from flexcp.cli.shared.reports import timed_plan
     from flexcp.report.plan_time import PlanTime
 

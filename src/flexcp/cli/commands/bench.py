@@ -1,5 +1,5 @@
-"""``flexcp bench``: ``kernel`` times our GPU kernels beside the machine's others,
-``step`` (a file of its own) strategies on ranks.
+"""``flexcp bench``: ``kernel`` times GPU kernels, ours and others;
+``step`` (in its own file) times strategies on ranks.
 """
 
 from __future__ import annotations

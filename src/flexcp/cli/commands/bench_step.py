@@ -1,7 +1,7 @@
 """``flexcp bench step``: every strategy measured on real ranks,
-beside what was predicted and beside code that is not ours.
+compared with its prediction and with other packages.
 
-Under torchrun its ranks are used (NCCL where there are GPUs, else gloo); without, local CPU ranks are started.
+Under torchrun its ranks are used (NCCL with GPUs, else gloo); otherwise local CPU ranks are started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LocalRanks = Annotated[int, typer.Option("--ranks", help="Without torchrun: CPU 
 PerNode = Annotated[int | None, typer.Option("--ranks-per-node", help="Ranks of a node; torchrun's own by default.")]
 Repeats = Annotated[int, typer.Option(help="How often each is timed after one to warm up; the fastest counts.")]
 EXAMPLE = (8, 8, 64)
-"""Heads, KV heads and head size where nothing is told."""
+"""Default query heads, KV heads and head size."""
 Write = Annotated[
     Path | None, typer.Option(callback=o.writable, help="Write everything measured as JSON, to keep or to send in.")
 ]
@@ -57,7 +57,7 @@ def step(
 
     Example: `torchrun --nproc-per-node 8 -m flexcp bench step --lengths @my.txt --cost here.json`
     """
-    described.attention(EXAMPLE)  # a mistake ends here, before torch is loaded
+    described.attention(EXAMPLE)  # finds mistakes before torch is loaded
     import torch
 
     given = os.environ.get("WORLD_SIZE")
@@ -78,7 +78,7 @@ def step(
     )
     with compiling("starting") as progress:
         rows = _on_pool(task, count, progress.update) if given is None else _on_torchrun(task, progress.update)
-    if rows is None:  # another rank than the first
+    if rows is None:  # not the first rank
         return
     data = as_data(rows, task)
     if write is not None:
@@ -155,7 +155,7 @@ def _on_torchrun(task: BenchTask, say: Any) -> list[Measured] | None:
 
 
 def as_data(rows: list[Measured], task: BenchTask) -> dict[str, Any]:
-    """The documented JSON keys."""
+    """Return the results with the documented JSON keys."""
     from dataclasses import asdict
 
     import torch
@@ -179,7 +179,7 @@ def as_data(rows: list[Measured], task: BenchTask) -> dict[str, Any]:
 
 
 def table(rows: list[Measured], data: dict[str, Any]) -> str:
-    """Rows, the fastest first; what did not run below."""
+    """Return the rows as text, the fastest first; those that did not run come last."""
     shape = data["shape"]
     lines = [
         f"measured on {data['cluster']} ({data['device']}, torch {data['torch']}): attention of "

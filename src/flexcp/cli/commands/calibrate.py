@@ -1,4 +1,4 @@
-"""``flexcp calibrate``: fit the cost model to this machine, and say how wrong it is."""
+"""``flexcp calibrate``: fit the cost model to this machine, and print its errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def calibrate(
 
 
 def text(found: Calibration) -> str:
-    """The fit and its errors for people."""
+    """Return the fit and its errors as text."""
     cost, speeds = found.cost, found.speeds
     lines = [
         f"{found.machine}: matrix product {speeds['gflops']} GFLOP/s (as bf16 peak), attention at "

@@ -27,11 +27,11 @@ def compare(
 ) -> None:
     """Plan one batch with every strategy and simulate each plan: time, waits, bytes, MFU, distance to what is possible.
 
-    Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: once over
-    those that deal documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load
-    (zigzag@load). All static methods are looked at for that, also those that --strategies leaves out. `flexcp advise`
-    compares with one method fixed for the run. What a strategy refuses is told below the table; where all refuse there
-    is no table, and the exit code is 2.
+    Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: one column
+    for methods that deal documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), one for those that
+    deal by load (zigzag@load). All static methods are considered for that, also those that --strategies leaves out.
+    `flexcp advise` compares with one method fixed for the run. Refusals are listed below the table; if all strategies
+    refuse there is no table, and the exit code is 2.
 
     Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
     """
@@ -54,7 +54,7 @@ def compare(
 
 
 def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
-    """The documented JSON keys."""
+    """Return the comparison with the documented JSON keys."""
     from flexcp.cli.commands.simulate import simulation_data
     from flexcp.known_errors.words import error_data
 
@@ -89,7 +89,7 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
 
 
 def table(found: Comparison) -> str:
-    """Rows with bars, the fastest first; refusals below."""
+    """Return rows with bars as text, the fastest first; refusals come last."""
     shown = found.shown
     step = bool(shown) and shown[0].simulation is not None and shown[0].simulation.step is not None
     head = (
@@ -121,12 +121,12 @@ def table(found: Comparison) -> str:
 
 
 def _refusals(found: Comparison) -> list[str]:
-    """A line for each strategy that was asked for and refused."""
+    """Return a line for each requested strategy that refused."""
     return [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
 
 
 def _units(row: Row) -> str:
-    """What times and bytes are of, which is not the same."""
+    """Return a legend for times and bytes, which cover different things."""
     assert row.simulation is not None
     masks = row.simulation.plan.batch.masks
     layers = sum(mask.layers for mask in masks)
@@ -151,7 +151,7 @@ def _line(found: Comparison, row: Row, step: bool) -> str:
 
 
 def _bar(row: Row, slowest: int) -> str:
-    """The row's time as characters: attention, waiting, the rest."""
+    """Return the row's time as characters: attention, waiting, the rest."""
     simulation = row.simulation
     assert simulation is not None
     parts: tuple[tuple[str, int], ...]

@@ -76,7 +76,7 @@ def fuzz(
             if time.monotonic() - written > WRITE_SECONDS:
                 written = time.monotonic()
                 _write(write, found)
-                if not sys.stderr.isatty():  # where a spinner cannot be seen
+                if not sys.stderr.isatty():  # a spinner is not visible there
                     say(_now(found))
 
         found = campaign(Task(seed, ranks_share, folder, most_ranks), limits, jobs or os.cpu_count() or 1, tell)
@@ -111,7 +111,7 @@ def _as_text(found: Found) -> str:
 
 
 def replay_case(path: Path, as_json: bool) -> None:
-    """Run a case of a file again, on real processes too; exit code 1 when it fails."""
+    """Run the case of a file again, on real processes too; exits with code 1 if it fails."""
     from flexcp.fuzz.cases import read_case
     from flexcp.fuzz.judge import Extras, judge
     from flexcp.measure.ranks import RankPool
@@ -130,4 +130,4 @@ def replay_case(path: Path, as_json: bool) -> None:
 
 
 MOST_RANKS = 16
-"""Processes that are started for a case; one for more ranks is not run on any."""
+"""The most processes that are started for a case; cases for more ranks are not run on processes."""

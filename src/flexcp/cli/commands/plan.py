@@ -61,7 +61,7 @@ def plan(
 
 
 def _rounds_of(plan: Plan) -> dict[str, Any]:
-    from flexcp.report.rounds_table import rounds_columns  # compiled: only who asks for rounds loads Numba
+    from flexcp.report.rounds_table import rounds_columns  # compiled: Numba is loaded only if rounds are requested
 
     with compiling():
         return {"rounds": {way: rounds_columns(plan, bool(i)) for i, way in enumerate(("forward", "backward"))}}
@@ -75,7 +75,7 @@ def _rounds_text(plan: Plan) -> str:
 
 
 def _write(plan: Plan, path: Path) -> None:
-    """The plan in a file of that name, whole or not at all."""
+    """Write the plan to a file, completely or not at all."""
     from flexcp.io.atomic_files import write_whole
     from flexcp.plan.file import save_plan
 
@@ -86,7 +86,9 @@ def _write(plan: Plan, path: Path) -> None:
 
 
 def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
-    """The documented JSON keys; ``times_ms`` are the first call and its repeats, where the plan was made now."""
+    """Return the plan's numbers with the documented JSON keys;
+    ``times_ms`` are those of the first call and its repeats, if any.
+    """
     from flexcp.arrays.totals import imbalance
 
     times = times_ms or []

@@ -1,4 +1,4 @@
-"""``flexcp show``: a saved plan as text or JSON. Reading a file runs no code of it, whoever wrote it."""
+"""``flexcp show``: a saved plan as text or JSON. Reading a plan file, from any source, executes no code in it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def simulate(
 
 
 def simulation_data(found: Simulation) -> dict[str, Any]:
-    """The documented JSON keys of a simulation."""
+    """Return a simulation with the documented JSON keys."""
     forward, backward = found.bounds(False), found.bounds(True)
     data: dict[str, Any] = {
         "attention_ms": _ms(found.attention_ns),
@@ -103,7 +103,7 @@ def _ms(ns: int) -> float:
 
 
 def text(found: Simulation, name: str) -> str:
-    """Totals, and every rank's forward and backward of the first mask as bars."""
+    """Return totals, and every rank's forward and backward of the first mask as bars."""
     from flexcp.plan.text import explanation
 
     lines = [f"{name}: {explanation(found.plan)}" if found.plan.placement.note else name]

@@ -1,5 +1,5 @@
 """``flexcp train``: train a model on long-tailed documents or a text file,
-on CPU ranks of its own or as one of torchrun's.
+on local CPU ranks or on torchrun's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train(
     from flexcp.planners.strategies import find_strategy
     from flexcp.train.source import check_data, check_model, check_numbers, gpt_sizes
 
-    # A mistake ends here in one line: before torch is loaded, and not on every rank.
+    # Mistakes are found here, before torch is loaded, and reported once instead of on every rank.
     if cluster and ":" in cluster:
         raise ValueError(
             f"--cluster {cluster}: train takes the preset's name alone, --cluster {cluster.partition(':')[0]}, and its "

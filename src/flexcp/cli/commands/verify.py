@@ -1,4 +1,4 @@
-"""``flexcp verify``: run a plan, or those of a dump, on real processes and compare with one device."""
+"""``flexcp verify``: run a plan, or the plans of a dump, on real processes and compare with one device."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
 
 
 class MaybeBatchOptions(BatchOptions):
-    """A batch, where no dump is replayed."""
+    """A batch; not needed if a dump is replayed."""
 
     lengths: Lengths = ""
 
 
 class ExactPlannerOptions(PlannerOptions):
-    """A planner in float64, so that only mistakes are left to see."""
+    """A planner in float64, so that only mistakes show, not roundings."""
 
     dtype: o.Dtype = "float64"
 
 
 class VerifyOptions(PlanOptions):
-    """Everything that decides the plan to verify."""
+    """All options that decide the plan to verify."""
 
     batch: MaybeBatchOptions
     planner: ExactPlannerOptions
@@ -92,7 +92,7 @@ def verify(
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
     """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote;
-    exit code 1 when a plan is bad or ranks held different ones.
+    exits with code 1 if a plan is bad or ranks held different ones.
     """
     from flexcp.fuzz.cases import is_case_file
     from flexcp.measure.replay_dumps import replay
@@ -112,7 +112,7 @@ def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
 
 
 def _refuse_plan(path: Path) -> None:
-    """For a plan in the place of a dump: another command reads it."""
+    """Raise ValueError for a plan given instead of a dump, and name the command that reads it."""
     from flexcp.plan.file import MAGIC
 
     if path.is_file():

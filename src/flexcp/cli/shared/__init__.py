@@ -1,1 +1,1 @@
-"""What commands share: options, settings, progress, reports."""
+"""Common parts of commands: options, settings, progress, reports."""

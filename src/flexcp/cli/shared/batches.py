@@ -1,8 +1,8 @@
-"""The batch that a command is about. Lengths on the command line are one batch; a file of them is a data set,
-of which batches are cut.
+"""The batch of a command. Lengths on the command line are one batch; a file of lengths is a data set,
+which is cut into batches.
 
-Batches are cut as ``flexcp advise`` cuts passes, so both look at the same documents; which one was taken is said beside
-the result. The cap on a rank's tokens by which a batch was cut holds for its plans too, told or not.
+Batches are cut as ``flexcp advise`` cuts passes, so both use the same documents; the result says which batch was taken.
+The cap on a rank's tokens by which a batch was cut also holds for its plans, whether it was given or is the default.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from flexcp.models.preset import Preset
 
 MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, chunked:C, prefix:P, @mask.json"
-"""``flexcp.masks.MASK_SIGNATURES``, written out because help must not load NumPy;
+"""A copy of ``flexcp.masks.MASK_SIGNATURES``, because help must not load NumPy;
 tests/masks/test_named.py compares them.
 """
 TOKENS_PER_RANK = 32_768
-"""What a rank is taken to hold where no cap is given."""
+"""Tokens that a rank is assumed to hold if no cap is given."""
 
 Lengths = Annotated[str, typer.Option(help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")]
 MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's layers have, else causal, by default.")]
@@ -32,8 +32,8 @@ MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's 
 
 @dataclass(frozen=True)
 class Taken:
-    """Lengths of one batch, the most tokens a rank may keep of it, and which part of a file it is;
-    no words where it is all there is.
+    """Lengths of one batch, the most tokens a rank may keep of it, and in words which part of a file it is
+    (empty if it is not part of a file).
     """
 
     lengths: list[int]
@@ -50,22 +50,22 @@ class BatchOptions(OptionGroup):
 
     @property
     def rule(self) -> MaskLike | None:
-        """The mask, or a list with one for each document; None where nothing is told."""
+        """The mask, or a list with one for each document; None if none was given."""
         from flexcp.masks import parse_mask
 
         return None if self.mask is None else parse_mask(self.mask)
 
     def layer_masks(self, model: Preset) -> dict[str, tuple[MaskLike, int]]:
-        """The masks of the model's layers: its own, unless one is told for all."""
+        """Return the masks of the model's layers: its own, unless one was given for all."""
         rule = self.rule
         return dict(model.masks()) if rule is None else {"mask": (rule, model.model.layers)}
 
     def taken(self, ranks: int, max_tokens_per_rank: int | None) -> Taken:
-        """The batch, for so many ranks."""
+        """Return the batch for this many ranks."""
         return take_batch(self.lengths, ranks, max_tokens_per_rank, self.batch)
 
     def announced(self, ranks: int, max_tokens_per_rank: int | None) -> Taken:
-        """The same; which part of a file it is, is said at once."""
+        """Return the batch, and print which part of a file it is."""
         taken = self.taken(ranks, max_tokens_per_rank)
         if taken.words:
             say(taken.words)
@@ -73,7 +73,7 @@ class BatchOptions(OptionGroup):
 
 
 def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: int | None) -> Taken:
-    """The batch that ``--lengths text --batch number`` names, for so many ranks."""
+    """Return the batch that ``--lengths text --batch number`` names, for this many ranks."""
     from flexcp.data.lengths import batch_tokens, cut_batches, is_lengths_file, left_out_words, parse_lengths
 
     lengths = parse_lengths(text)
@@ -91,9 +91,10 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
         count = f"{len(batches)} batches" if len(batches) > 1 else "1 batch"
         raise ValueError(f"--batch {at}: {text} makes {count} of up to {most:,} tokens, numbered from 1{left}")
     taken = batches[at - 1]
+    first = sum(map(len, batches[: at - 1]))
+    _refuse_too_long(taken, first, ranks, cap)
     if len(taken) == len(lengths):
         return Taken(lengths, max_tokens_per_rank)
-    first = sum(map(len, batches[: at - 1]))
     which = f"document {first}" if len(taken) == 1 else f"documents {first} to {first + len(taken) - 1}"
     own = ", which this one document exceeds" if sum(taken) > most else ""
     return Taken(
@@ -105,8 +106,19 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
     )
 
 
+def _refuse_too_long(batch: list[int], first: int, ranks: int, cap: int) -> None:
+    """Raise for a document that all ranks together cannot keep; ``first`` is the file's number of the first one."""
+    longest = max(batch, default=0)
+    if longest > ranks * cap:
+        raise ValueError(
+            f"document {first + batch.index(longest)} of the file (counted from 0) has {longest:,} tokens, and {ranks} "
+            f"ranks x {cap:,} tokens keep {ranks * cap:,}; raise --max-tokens-per-rank to {-(-longest // ranks):,}, "
+            "use more ranks, choose another --batch, or cut the document"
+        )
+
+
 def _too_long_words(lengths: list[int], ranks: int, cap: int) -> str:
-    """Which documents all ranks together cannot keep; none where they can."""
+    """Return words on documents that all ranks together cannot keep; empty if there are none."""
     longer = [d for d, length in enumerate(lengths) if length > ranks * cap]
     if not longer:
         return ""

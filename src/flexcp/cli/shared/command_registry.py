@@ -1,9 +1,9 @@
-"""Registry of commands, with what every command has: ``--quiet``, groups of options,
-and mistakes in one line with the nearest name.
+"""The registry of commands, with what every command has: ``--quiet``, groups of options,
+and mistakes reported in one line with the nearest name.
 
-:class:`Commands` gives each command one more option, so that a new command needs no line for it, and makes options of
-the groups it takes (:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` says what was wrong with the words of a
-command line the way the library says what was wrong with a value.
+:class:`Commands` adds ``--quiet`` to each command, so that a new command needs no line for it, and turns groups into
+options (:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` phrases mistakes in a command line as the library
+phrases wrong values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import typer
 from flexcp.cli.shared.option_groups import options_of, value_of
 from flexcp.cli.shared.progress import QUIET
 
-# Newer typer carries click inside, older ones depend on it; typer's own names are the same in both.
+# Newer typer includes click, older ones depend on it; typer's own names are the same in both.
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages: only the result and errors.")]
 
 
 class Commands(typer.Typer):
-    """Commands that all take ``--quiet``, and may take groups of options."""
+    """Commands that all have ``--quiet``, and may have groups of options."""
 
     def command(self, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
-        """Registers a function as a command, as typer's own does."""
+        """Register a function as a command, as typer's own method does."""
         register = super().command(*arguments, **options)
         return lambda function: register(_as_command(function))
 
@@ -53,7 +53,7 @@ def _as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_line(error: Any) -> str:
-    """A usage error in one line, with the command whose help says more."""
+    """Return a usage error in one line, with the command whose help says more."""
     text = re.sub(r"\s+", " ", error.format_message()).strip().rstrip(".")
     text = re.sub(r" ?\(Possible options?: ([^)]*)\)", r"; did you mean \1?", text)
     where = error.ctx.command_path if getattr(error, "ctx", None) is not None else "flexcp"

@@ -1,4 +1,4 @@
-"""Document lengths as users have them: the grammar of ``--lengths``, JSON lines of texts or token ids,
+"""Document lengths in the forms that users have: the grammar of ``--lengths``, JSON lines of texts or token ids,
 Hugging Face data sets.
 """
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flexcp.data.lengths import parse_lengths
+from flexcp.data.lengths import JSONL, parse_lengths
 from flexcp.io.json_files import json_line
 
 FIELDS = ("input_ids", "tokens", "text", "content", "length")
-"""Where a document is looked for when no field is named."""
+"""Fields that are tried for a document when no field is named."""
 EVERY = 10_000
 
 Count = Callable[[str], int]
@@ -21,12 +21,14 @@ Count = Callable[[str], int]
 def document_lengths(
     text: str, tokenizer: str | None, field: str | None, tell: Callable[[str], None] = lambda _: None
 ) -> list[int]:
-    """The lengths that ``text`` names. Texts are counted by ``tokenizer``; ``tell`` hears how far reading is."""
+    """Return the lengths that ``text`` names. ``tokenizer`` counts the tokens of texts;
+    ``tell`` receives progress messages.
+    """
     if text.startswith("hf:"):
         rows = ((f"{text}, row {number}", row) for number, row in enumerate(_dataset(text)))
         return _lengths(rows, text, field, _counter(tokenizer), tell)
     path = Path(text.removeprefix("@"))
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in JSONL:
         return _lengths(_lines(path), str(path), field, _counter(tokenizer), tell)
     if tokenizer is not None or field is not None:
         raise ValueError(f"--tokenizer and --field are for .jsonl files and hf: data sets; {text!r} is neither")
@@ -36,7 +38,7 @@ def document_lengths(
 def _lengths(
     records: Iterable[tuple[str, Any]], where: str, field: str | None, count: Count | None, tell: Callable[[str], None]
 ) -> list[int]:
-    """The lengths of (place, document) pairs."""
+    """Return the lengths of (place, document) pairs."""
     found: list[int] = []
     for number, (place, record) in enumerate(records, 1):
         found.append(_length(record, place, field, count))
@@ -71,7 +73,7 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
 
 def _lines(path: Path) -> Iterable[tuple[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     place = f"{path}, line {number}"
@@ -83,7 +85,7 @@ def _lines(path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _dataset(text: str) -> Iterable[Any]:
-    """``hf:NAME`` or ``hf:NAME:SPLIT``, or a folder written by ``save_to_disk``."""
+    """Load ``hf:NAME`` or ``hf:NAME:SPLIT``, or a folder written by ``save_to_disk``."""
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
@@ -96,7 +98,7 @@ def _dataset(text: str) -> Iterable[Any]:
             else datasets.load_dataset(name, split=split or "train")
         )
         records: Iterable[Any] = found[split or "train"] if isinstance(found, dict) else found
-    except Exception as error:  # the hub's, Arrow's and a loading script's errors have no common name
+    except Exception as error:  # errors of the hub, of Arrow and of loading scripts have no common class
         raise ValueError(f"cannot load the data set {name!r}: {_first_line(error)}") from None
     return records
 
@@ -111,7 +113,7 @@ def _counter(tokenizer: str | None) -> Count | None:
             raise ValueError("--tokenizer needs the tokenizers package: pip install tokenizers") from None
         try:
             made = Tokenizer.from_file(tokenizer)
-        except Exception as error:  # the package raises a bare Exception
+        except Exception as error:  # the package raises a plain Exception
             raise ValueError(f"{tokenizer} is no tokenizer.json: {error}") from None
         return lambda text: len(made.encode(text).ids)
     if tokenizer.endswith(".json") or tokenizer.startswith((".", "/", "~")):
@@ -122,11 +124,11 @@ def _counter(tokenizer: str | None) -> Count | None:
         raise ValueError(f"--tokenizer {tokenizer} needs the transformers package: pip install transformers") from None
     try:
         named = AutoTokenizer.from_pretrained(tokenizer)
-    except Exception as error:  # the hub's errors, a missing backend's, those of a tokenizer's own code: no common name
+    except Exception as error:  # errors of the hub, a missing backend or a tokenizer's code have no common class
         raise ValueError(f"cannot load the tokenizer {tokenizer!r}: {_first_line(error)}") from None
     return lambda text: len(named(text)["input_ids"])
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says first; its name where it says nothing."""
+    """Return the first line of an error's message, or its repr if it has none."""
     return str(error).splitlines()[0] if str(error) else repr(error)

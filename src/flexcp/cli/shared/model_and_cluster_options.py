@@ -1,4 +1,4 @@
-"""What commands are told of a model and of a cluster: groups of options, and what they describe."""
+"""Option groups for a model and a cluster, and the objects that they describe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from flexcp.shape import Shape
 
 MOST_RANKS = 4096
-"""Tables of bytes have a cell for every pair of ranks."""
+"""The most ranks of a command: tables of bytes have a cell for every pair of ranks."""
 HEAD_DIM = 128
-"""Of a model by its numbers, where neither its width nor the head's size is told."""
+"""Head size of a model given by numbers, if neither its width nor its head size is given."""
 
 
 class HeadsOptions(OptionGroup):
-    """The heads of attention: those of a model, or by their numbers."""
+    """The heads of attention: those of a model, or given by numbers."""
 
     model: Annotated[
         str | None,
@@ -33,16 +33,16 @@ class HeadsOptions(OptionGroup):
 
     @property
     def told(self) -> dict[str, int]:
-        """The numbers that were given, by name."""
+        """The given numbers, by name."""
         return {name: value for name, value in vars(self).items() if name != "model" and value is not None}
 
     @property
     def flags(self) -> str:
-        """The options that gave numbers, in words."""
+        """The options that gave numbers, as words."""
         return ", ".join(flag(name) for name in self.told)
 
     def whole(self) -> Preset | None:
-        """The whole model; None where nothing, or only heads, are told."""
+        """Return the whole model; None if nothing or only heads were given."""
         from flexcp.models.find import find_model
 
         if self.model is None:
@@ -53,9 +53,10 @@ class HeadsOptions(OptionGroup):
         return found
 
     def attention(self, default: tuple[int, int, int]) -> Shape:
-        """The heads of the model, or those told; else ``default``'s query heads, KV heads and head size.
+        """Return the heads of the model, or the given ones; by default ``default``'s query heads, KV heads and head
+        size.
 
-        There are as many KV heads as query heads once those are told.
+        If only query heads are given, there are as many KV heads.
         """
         from flexcp.shape import Shape
 
@@ -71,7 +72,7 @@ class HeadsOptions(OptionGroup):
 
 
 class ModelOptions(HeadsOptions):
-    """A whole model, by name or by its numbers; or only the heads of attention alone."""
+    """A whole model, by name or by its numbers; or only the heads of attention."""
 
     model: Annotated[
         str | None,
@@ -84,7 +85,7 @@ class ModelOptions(HeadsOptions):
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None
 
     def whole(self) -> Preset | None:
-        """The whole model; None where nothing, or only heads, are told."""
+        """Return the whole model; None if nothing or only heads were given."""
         from flexcp.models.find import make_model
 
         if self.model is not None or (self.hidden is None and self.layers is None):
@@ -108,7 +109,7 @@ class ClusterOptions(OptionGroup):
     ranks: Annotated[int | None, typer.Option(help="One node of this many ranks, in place of --cluster.")] = None
 
     def found(self, default: str = "h100") -> Cluster:
-        """The cluster that these options describe together; ``default`` where they say nothing."""
+        """Return the cluster that these options describe; ``default`` if none is given."""
         return find_cluster(self.cluster, self.ranks, default=default)
 
 
@@ -122,12 +123,12 @@ class ShapedClusterOptions(ClusterOptions):
     )
 
     def found(self, default: str = "h100") -> Cluster:
-        """The cluster that these options describe together; ``default`` where they say nothing."""
+        """Return the cluster that these options describe; ``default`` if none is given."""
         return find_cluster(self.cluster, self.ranks, self.nodes, self.ranks_per_node, self.speeds, default)
 
 
 def flag(name: str) -> str:
-    """An option as it is written on the command line."""
+    """Return an option as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -139,7 +140,7 @@ def find_cluster(
     speeds: str | None = None,
     default: str = "h100",
 ) -> Cluster:
-    """The cluster that ``--cluster``, ``--ranks``, ``--nodes`` and ``--ranks-per-node`` describe together."""
+    """Return the cluster that ``--cluster``, ``--ranks``, ``--nodes`` and ``--ranks-per-node`` describe together."""
     from flexcp.clusters import cluster
 
     shaped = nodes is not None or ranks_per_node is not None

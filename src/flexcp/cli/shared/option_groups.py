@@ -6,9 +6,9 @@
 
     def simulate(where: ClusterOptions, strategy: options.Strategy = "auto") -> None: ...
 
-makes a command with ``--cluster``, ``--ranks`` and ``--strategy``. A field may be a group itself; only the names of
-options count on the command line. An option's name, type, help and default are so declared once, whichever commands
-have it; a group derived from another changes one of them.
+makes a command with ``--cluster``, ``--ranks`` and ``--strategy``. A field may itself be a group; on the command line
+only the names of options count. The name, type, help and default of an option are thus declared once for all commands;
+a derived group can change one of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, dataclass_transform, get_type_hints
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class OptionGroup:
-    """Options by name. A frozen dataclass to type checkers;
-    making real ones would cost every command a millisecond a group.
+    """Options by name. Type checkers see a frozen dataclass;
+    making a real one would cost every command a millisecond per group.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -30,7 +30,7 @@ class OptionGroup:
 
 
 def options_of(parameter: Parameter) -> Iterator[Parameter]:
-    """The options that a parameter of a command stands for: itself, or those of its group."""
+    """Yield the options that a parameter of a command stands for: itself, or those of its group."""
     if _is_group(parameter.annotation):
         for field in fields_of(parameter.annotation):
             yield from options_of(field)
@@ -39,7 +39,7 @@ def options_of(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
-    """What a command gets for a parameter, of the options given by name."""
+    """Return a command's value for a parameter, from the options given by name."""
     if not _is_group(parameter.annotation):
         return given[parameter.name]
     return parameter.annotation(**{field.name: value_of(field, given) for field in fields_of(parameter.annotation)})
@@ -47,7 +47,7 @@ def value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
 
 @cache
 def fields_of(group: type[OptionGroup]) -> tuple[Parameter, ...]:
-    """The fields of a group, those of the group it derives from first."""
+    """Return the fields of a group; those of the group it derives from come first."""
     return tuple(
         Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name, Parameter.empty), annotation=annotation)
         for name, annotation in get_type_hints(group, include_extras=True).items()

@@ -1,10 +1,10 @@
-"""Options: the name, type and help of those that several commands have beside different others,
-and what their words mean.
+"""Options that several commands share without forming a group: their name, type and help,
+and the parsing of their values.
 
-Options that always go together are declared in their group, with their defaults: a batch's in
-:mod:`flexcp.cli.shared.batches`, a model's and a cluster's in :mod:`flexcp.cli.shared.model_and_cluster_options`, a
-plan's in :mod:`flexcp.cli.shared.plan_options`, a simulation's in :mod:`flexcp.cli.shared.scenario`. What one command
-alone has stands beside it.
+Options that always go together are declared in their group, with their defaults: those of a batch in
+:mod:`flexcp.cli.shared.batches`, of a model and a cluster in :mod:`flexcp.cli.shared.model_and_cluster_options`, of a
+plan in :mod:`flexcp.cli.shared.plan_options`, of a simulation in :mod:`flexcp.cli.shared.scenario`. Options of a single
+command are declared in its file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tokens(text: str | int) -> int:
-    """A count of tokens on the command line, 32768 or 32k; or an option's default."""
+    """Parse a count of tokens on the command line, 32768 or 32k; defaults pass through."""
     from flexcp.data.lengths import parse_count
 
     try:
@@ -29,7 +29,9 @@ def tokens(text: str | int) -> int:
 
 
 def writable(path: Path | None) -> Path | None:
-    """A file that a command is to write: a folder that is not there is told before the work, not after it."""
+    """Return the path of a file that a command will write;
+    raises ValueError for a missing folder before the work begins.
+    """
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     if path is not None and path.is_dir():
@@ -68,7 +70,7 @@ Html = Annotated[
 
 
 def chosen_strategies(text: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """What ``--strategies`` names; ``all`` includes ``more`` than the strategies there are."""
+    """Return the strategies that ``--strategies`` names; ``all`` also includes those of ``more``."""
     from flexcp.compare.compare import NAMES
     from flexcp.planners.strategies import split_names
 
@@ -81,7 +83,7 @@ def chosen_strategies(text: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def cost_of(file: Path | None) -> Calibration:
-    """The cost model of ``--cost``, else the one that flexcp comes with."""
+    """Return the cost model of ``--cost``, or the default one."""
     from flexcp.calibration import Calibration, read_calibration
     from flexcp.cost import CostModel
 

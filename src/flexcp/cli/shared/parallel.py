@@ -1,4 +1,4 @@
-"""``--tp``, ``--pp`` and ``--ep``: how other parallelisms divide the GPUs and the model that a command is told of."""
+"""``--tp``, ``--pp`` and ``--ep``: how other parallelisms divide the GPUs and the model of a command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Divided:
-    """What context parallelism sees, the model as one rank has it (None where only heads are told),
+    """What is left to context parallelism, the model of one rank (None if only heads are given),
     and the division in words.
     """
 
@@ -28,7 +28,7 @@ class Divided:
     words: str = ""
 
     def announced(self) -> Divided:
-        """Itself, with the words said beside the result."""
+        """Print the words on stderr, and return itself."""
         if self.words:
             say(self.words)
         return self
@@ -44,8 +44,8 @@ class ParallelOptions(OptionGroup):
     ep: Annotated[int, typer.Option(help="Expert parallelism: divides experts' weights; ranks and heads stay.")] = 1
 
     def divided(self, cluster: Cluster, shape: Shape, preset: Preset | None) -> Divided:
-        """The GPUs of ``cluster`` and a model under these parallelisms;
-        only attention's ``shape`` may be known of it.
+        """Divide the GPUs of ``cluster`` and a model by these parallelisms;
+        ``preset`` is None if only attention's ``shape`` is known.
         """
         from flexcp.models.topology import topology
 
@@ -63,7 +63,7 @@ class ParallelOptions(OptionGroup):
         return Divided(found, part, self._words(cluster, shape, found))
 
     def part(self, preset: Preset) -> Preset:
-        """A whole model as one rank has it."""
+        """Return the part of a whole model that one rank has."""
         from flexcp.models.topology import divided_preset
 
         return divided_preset(preset, **vars(self))

@@ -1,4 +1,4 @@
-"""What decides a plan, as commands that make one are told it. Options carry the names of ``Planner``'s arguments."""
+"""Options that decide a plan, for commands that make one; they have the names of ``Planner``'s arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PlannerOptions(OptionGroup):
-    """Arguments of ``Planner`` that are options as they are, with the same names and defaults."""
+    """Arguments of ``Planner`` that are options, with the same names and defaults."""
 
     v_head_dim: Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")] = None
     dtype: o.Dtype = "bfloat16"
@@ -43,7 +43,7 @@ class PlannerOptions(OptionGroup):
 
 
 class TokenOptions(OptionGroup):
-    """Arguments of a call of a ``Planner`` that are options as they are, with the same names and defaults."""
+    """Arguments of a ``Planner``'s call that are options, with the same names and defaults."""
 
     tokens: Annotated[str, typer.Option(help="balanced, priced, or equal for the same count on every rank.")] = (
         "balanced"
@@ -53,7 +53,7 @@ class TokenOptions(OptionGroup):
 
 
 class PlanOptions(OptionGroup):
-    """Everything that decides a plan."""
+    """All options that decide a plan."""
 
     batch: BatchOptions
     cluster: ShapedClusterOptions
@@ -65,8 +65,8 @@ class PlanOptions(OptionGroup):
     cost: o.CostFile = None
 
     def made_planner(self, default: tuple[int, int, int]) -> Planner:
-        """The planner these options describe; ``default`` are query heads,
-        KV heads and head size where they say nothing.
+        """Return the planner that these options describe; ``default`` are query heads,
+        KV heads and head size if none are given.
         """
         from flexcp.planner import Planner
 
@@ -77,8 +77,8 @@ class PlanOptions(OptionGroup):
         return Planner(cost=measured.cost, training=training, **(divided.topology.arguments | vars(self.planner)))
 
     def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
-        """(The planner with the cap that the batch was cut by, lengths of the batch);
-        which part of a file they are is said.
+        """Return the planner with the cap by which the batch was cut, and the lengths of the batch;
+        prints which part of a file it is.
         """
         found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
         capped = copy(planner)
@@ -86,7 +86,7 @@ class PlanOptions(OptionGroup):
         return capped, found.lengths
 
     def plan(self, planner: Planner, lengths: list[int]) -> Plan:
-        """One uncached call of the planner."""
+        """Call the planner once, without a cache."""
         found = self.model.whole()
         if found is None:
             return planner(lengths, self.batch.rule, **vars(self.tokens))

@@ -1,7 +1,7 @@
-"""Progress: what takes more than a second says so on stderr, as a spinner.
+"""Progress: work that takes more than a second shows a spinner on stderr.
 
-The first plan on a machine takes half a minute, because loops are compiled; they log about themselves, and the spinner
-shows it. Whoever watches a terminal should see why; a pipe sees nothing, nor does who asked for ``--quiet``.
+The first plan on a machine takes half a minute, because loops are compiled; each loop writes a log record, and the
+spinner shows it, so that users see why they wait. Nothing is shown in a pipe or with ``--quiet``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
-"""``--quiet`` of the command at hand; set and reset by :mod:`flexcp.cli.shared.command_registry`."""
+"""``--quiet`` of the running command; set and reset by :mod:`flexcp.cli.shared.command_registry`."""
 
 
 class Compiling(logging.Handler):
-    """Counts compilations, collects complaints, and shows the loop at hand while ``show`` is set."""
+    """Counts compilations, collects warnings, and shows the current loop if ``show`` is set."""
 
     def __init__(self, show: bool, text: str | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Compiling(logging.Handler):
             self.update(text)
 
     def update(self, text: str) -> None:
-        """Say what is going on now."""
+        """Show what is being done now."""
         self.text = text
         if self.show:
             self._started(text).update(plain(text))
@@ -54,37 +54,37 @@ class Compiling(logging.Handler):
 
     def _started(self, text: str) -> Status:
         if self._status is None:
-            self._status = console().status(plain(text))  # rich loads only now; it is half as slow as a plan
+            self._status = console().status(plain(text))  # rich is loaded only now; that takes half as long as a plan
             self._status.start()
         return self._status
 
     def close(self) -> None:
-        """Take the spinner away."""
+        """Remove the spinner."""
         if self._status is not None:
             self._status.stop()
         super().close()
 
 
 def quiet() -> bool:
-    """Whether the command at hand was given ``--quiet``."""
+    """Return whether the running command was given ``--quiet``."""
     return QUIET.get()
 
 
 def say(text: str) -> None:
-    """A message beside the result: on stderr, unless the user wants quiet."""
+    """Print a message on stderr, unless the user wants quiet."""
     if not quiet():
         print(text, file=sys.stderr)
 
 
 def console() -> Console:
-    """Where progress and messages go: stderr, or nowhere."""
+    """Return the console for progress and messages: stderr, or nothing if quiet."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=quiet())
 
 
 def plain(text: str) -> Text:
-    """What rich shows as it is: names in it are no markup."""
+    """Return text that rich shows literally, without interpreting markup."""
     from rich.text import Text
 
     return Text(visible(text))
@@ -92,7 +92,7 @@ def plain(text: str) -> Text:
 
 @contextmanager
 def compiling(text: str | None = None) -> Iterator[Compiling]:
-    """Inside, compilations are counted, and shown when stderr is a terminal; ``text`` says what is going on besides."""
+    """Count compilations inside the block, and show them if stderr is a terminal; ``text`` says what is being done."""
     logger, handler = logging.getLogger("flexcp.compile"), Compiling(sys.stderr.isatty() and not quiet(), text)
     level = logger.level
     logger.addHandler(handler)

@@ -1,6 +1,4 @@
-"""What ``simulate`` and ``compare`` are asked about: a batch, a model, a cluster and a cost model,
-from the command line.
-"""
+"""The scenario of ``simulate`` and ``compare``: a batch, a model, a cluster and a cost model, from the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The request, by what rules it is simulated, and how the cost model was made."""
+    """A request, the rules of its simulation, and its calibration."""
 
     request: Request
     rules: Rules
@@ -39,7 +37,7 @@ class Scenario:
 
     @property
     def compute(self) -> Compute | None:
-        """Kernel times of a plan's slots from the calibration's prices of tiles, where it has them."""
+        """Kernel times of a plan's slots from the calibration's prices of tiles, if it has them."""
         tiles = self.calibration.tiles
         if tiles is None:
             return None
@@ -66,7 +64,7 @@ class Scenario:
 
 
 class ScenarioOptions(OptionGroup):
-    """What a scenario is described by."""
+    """The options that describe a scenario."""
 
     batch: BatchOptions
     cluster: ClusterOptions
@@ -80,7 +78,7 @@ class ScenarioOptions(OptionGroup):
     max_tokens_per_rank: o.MaxTokens = None
 
     def scenario(self) -> Scenario:
-        """What the options describe; a model brings its own heads and masks."""
+        """Return the scenario that the options describe; a model brings its own heads and masks."""
         from flexcp.batch import make_batch
         from flexcp.masks import causal
         from flexcp.planners.request import Request, refuse_over_cap

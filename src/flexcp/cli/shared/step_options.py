@@ -1,5 +1,5 @@
-"""``--sync`` and ``--overlap``: what a training step has beside its model,
-as commands that time or plan one are told it.
+"""``--sync`` and ``--overlap``: the gradient sync of a training step,
+for commands that time or plan one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class StepOptions(OptionGroup):
-    """Gradient sync of a step; without a whole model there is none."""
+    """The gradient sync of a step; used only with a whole model."""
 
     sync: Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")] = "fsdp"
     overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
 
     def training(self, preset: Preset | None, tp: int) -> Training | None:
-        """The step of a model as one rank has it, under tensor parallelism over ``tp``;
-        None where no whole model is told.
+        """Return the training step of one rank's part of a model, with tensor parallelism over ``tp`` ranks;
+        None without a whole model.
         """
         from flexcp.simulator.step_parts import SYNCS, Training
 

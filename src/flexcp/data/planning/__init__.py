@@ -1,3 +1,1 @@
-"""Planning ahead of the training loop: what a planner process is asked for, the processes,
-and plans shared between ranks.
-"""
+"""Planning ahead of the training loop: orders for planner processes, the processes, and plans shared between ranks."""

@@ -1,7 +1,6 @@
-"""Plan options: what a user gives the Loader for the planner's calls, checked by name when the Loader is made.
+"""Plan options: check the names in ``plan_options=`` when the Loader is made.
 
-Plans are made later and in other processes, where a wrong name would be an error of the planner's call at the first
-step.
+Plans are made later and in other processes, where a wrong name would only be an error of the first planner call.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 from flexcp.data.planning.plan_orders import PlannerLike
 
 OF_THE_LOADER = ("lengths", "mask", "masks")
-"""Arguments of a planner's call that the loader gives itself."""
+"""The arguments of a planner's call that the loader passes itself."""
 
 
 def check_options(planner: PlannerLike, options: Mapping[str, Any]) -> None:
-    """Raise for names that no call of the planner takes; a planner that does not say what it takes is not asked."""
+    """Raise if an option is no argument of the planner's call; a planner without a known signature is not checked."""
     try:
         parameters = inspect.signature(planner).parameters
     except (TypeError, ValueError):
@@ -37,7 +36,7 @@ def check_options(planner: PlannerLike, options: Mapping[str, Any]) -> None:
 
 
 def check_micro_batches(planner: PlannerLike, options: Mapping[str, Any]) -> None:
-    """Raise for a planner that cannot cut a batch into micro-batches, or for options they do not take."""
+    """Raise if the planner cannot make micro-batches, or if its ``micro_batches`` does not take one of the options."""
     cut = getattr(planner, "micro_batches", None)
     if cut is None:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Plan orders: what the loader wants planned for a step, and the parts that come of it.
+"""Plan orders: the loader's order to plan a step, and the planned parts that result.
 
-An order is plain data that travels to a planner process, and fulfilling it is a pure function of the order and the
-planner. A step has one part, or several micro-batches where the order says so. With every plan comes what this rank
-derives of it (its *recipe*, :mod:`flexcp.executor.run.rank_recipe`), so that the training process is left with what
-needs the device.
+An order is plain data that is sent to a planner process; fulfilling it is a pure function of the order and the planner.
+A step has one part, or several micro-batches if the order allows them. Each plan comes with the *recipe* that this rank
+derives from it (:mod:`flexcp.executor.run.rank_recipe`), so that the training process only has to do what needs the
+device.
 
-Between processes plans travel as plan files, with their checks and their hash; recipes as
-:mod:`flexcp.executor.run.recipe_bytes` has them. Between ranks only plans travel: each derives its own recipe.
+Between processes, plans travel as plan files, with their checks and hashes, and recipes as
+:mod:`flexcp.executor.run.recipe_bytes`. Between ranks only plans travel: each rank derives its own recipe.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flexcp.plan.plan import Plan
 Ints = NDArray[np.int64]
 PlannerLike = Callable[..., Plan]
 PackedPart = tuple[list[int], bytes, bytes | None]
-"""Documents, plan and recipe of a part."""
+"""A part as plain values: documents, plan file, and the bytes of the recipe."""
 
 
 @dataclass(frozen=True)
 class RecipeWish:
-    """For which rank recipes are derived, and how its messages will be packed (``"fields"`` or ``"rows"``)."""
+    """The rank for which recipes are derived, and how its messages will be packed (``"fields"`` or ``"rows"``)."""
 
     rank: int
     packing: str
@@ -41,8 +41,10 @@ class RecipeWish:
 
 @dataclass(frozen=True)
 class PlanOrder:
-    """A step to plan: the planner's arguments, whether it may be cut into micro-batches, and the speeds of ranks in per
-    mille where they are not the planner's own.
+    """A step to plan.
+
+    ``lengths`` and ``arguments`` are the arguments of the planner's call, ``micro_batches`` says that the step may be
+    split into micro-batches, and ``speeds`` are the speeds of ranks in per mille (None: the planner's own).
     """
 
     lengths: Ints
@@ -53,9 +55,7 @@ class PlanOrder:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A batch of its own: which documents of the step are in it, its plan,
-    and what this rank derives of that where it was wished for.
-    """
+    """A planned batch or micro-batch: the numbers of its documents in the step, its plan, and this rank's recipe."""
 
     documents: list[int]
     plan: Plan
@@ -63,8 +63,8 @@ class PlannedPart:
 
 
 def fulfil(planner: PlannerLike, order: PlanOrder, wish: RecipeWish | None) -> list[PlannedPart]:
-    """The parts of a step."""
-    asked: Any = planner  # the loader has made sure that it has what an order asks of it
+    """Plan a step and return its parts; recipes are derived if there is a ``wish``."""
+    asked: Any = planner  # the loader has checked that the planner has these methods
     if order.speeds is not None:
         asked = asked.with_speeds(order.speeds)
     if order.micro_batches:
@@ -75,16 +75,17 @@ def fulfil(planner: PlannerLike, order: PlanOrder, wish: RecipeWish | None) -> l
 
 
 def with_recipes(parts: list[PlannedPart], wish: RecipeWish | None) -> list[PlannedPart]:
-    """The same parts with recipes for this rank."""
+    """Return the same parts with recipes for this rank."""
     return [PlannedPart(part.documents, part.plan, _recipe(part.plan, wish)) for part in parts]
 
 
 def _recipe(plan: Plan, wish: RecipeWish | None) -> RankRecipe | None:
+    """Derive the recipe of a plan, if there is a wish for one."""
     return None if wish is None else rank_recipe(plan, wish.rank, wish.packing)
 
 
 def packed(parts: list[PlannedPart]) -> list[PackedPart]:
-    """Parts as they travel between processes of a rank."""
+    """Return parts as plain values, to be sent between processes of a rank."""
     return [
         (part.documents, save_plan(part.plan), None if part.recipe is None else pack_recipe(part.recipe))
         for part in parts
@@ -92,7 +93,7 @@ def packed(parts: list[PlannedPart]) -> list[PackedPart]:
 
 
 def unpacked(parts: list[PackedPart]) -> list[PlannedPart]:
-    """What :func:`packed` made plain values of."""
+    """Return the parts of which :func:`packed` made plain values."""
     return [
         PlannedPart(documents, load_plan(plan), None if recipe is None else unpack_recipe(recipe))
         for documents, plan, recipe in parts
@@ -100,14 +101,14 @@ def unpacked(parts: list[PackedPart]) -> list[PlannedPart]:
 
 
 def shared_bytes(parts: list[PlannedPart]) -> bytes:
-    """Parts as they travel between ranks, without recipes: the length of a head, the head as JSON, and the plans."""
+    """Return parts as bytes, to be sent between ranks: the length of a head, the head as JSON, and the plan files."""
     plans = [save_plan(part.plan) for part in parts]
     head = json.dumps([[part.documents, len(plan)] for part, plan in zip(parts, plans, strict=True)]).encode()
     return b"".join([struct.pack("<Q", len(head)), head, *plans])
 
 
 def from_shared_bytes(data: bytes) -> list[PlannedPart]:
-    """What :func:`shared_bytes` wrote."""
+    """Return the parts that :func:`shared_bytes` wrote, which have no recipes."""
     size = struct.unpack_from("<Q", data)[0]
     at, found = 8 + size, []
     for documents, length in json.loads(data[8:at]):

@@ -1,14 +1,14 @@
-"""Plan sharing: every step is planned by one rank, and the others read its plan from the group's store.
+"""Plan sharing: each step is planned by one rank, and the others read its plan from the group's store.
 
-Rank ``step % ranks`` plans a step, so planning spreads over the cores of all nodes, and a planner that would not find
-the same answer twice is asked once. The training thread waits for every call to the store, which has a time limit: a
-client that blocks would block whoever else uses the store. A rank puts its finished plans there whenever it comes for
-its next step, and takes out those of others that are ready by then, so that its own planner processes derive its part
-of them ahead; the last reader of a plan deletes it. A plan that fails is shared as its error, so that all ranks stop
-with the cause.
+Rank ``step % ranks`` plans a step. So planning is spread over the cores of all nodes, and a planner that may find
+different plans on different ranks plans a step only once. The training thread makes all calls to the store, each with a
+time limit, because a client that blocks would block all other users of the store. Whenever a rank takes a step, it puts
+its own finished plans into the store, and reads the plans of other ranks that are ready, so that its planner processes
+can derive its recipes ahead. The last reader of a plan deletes it. If planning fails, the error is shared instead, so
+that all ranks raise it.
 
-Every iteration has its own run number, counted in the store, so what a broken-off one left behind is never mistaken for
-a plan.
+Every iteration has a run number of its own, counted in the store, so that plans left behind by an iteration that was
+broken off are never used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flexcp.data.planning.planning_pool import PlanningError, Pool
 from flexcp.executor.exchange.failure_notes import through_store
 
 READ = "read"
-"""Marks a job of the pool whose plans another rank made."""
+"""Marks the key of a job of the pool that derives recipes from another rank's plans."""
 
 
 class SharedPlans:
-    """A :class:`~flexcp.data.planning.planning_pool.Pool` of which each rank's works for all."""
+    """Plans for all ranks of a group, made by a :class:`~flexcp.data.planning.planning_pool.Pool` on each rank."""
 
     def __init__(self, pool: Pool, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.pool, self.timeout = pool, timeout
@@ -36,15 +36,15 @@ class SharedPlans:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.run: int | None = None
         self.mine: dict[int, list[PlannedPart] | PlanningError | None] = {}
-        """Steps this rank plans: what became of those that are shared already."""
+        """The steps that this rank plans: plans or error if they are in the store already, else None."""
         self.others: list[int] = []
-        """Steps that other ranks plan and whose plans are still in the store."""
+        """The steps that other ranks plan and that this rank has not read from the store yet."""
         self.refused: dict[int, bytes] = {}
-        """What was read ahead and is no plan but a reason."""
+        """The errors of other ranks that were read ahead, by step."""
         self.unread: set[str] = set()
 
     def ask(self, step: int, order: PlanOrder) -> None:
-        """Have a step planned, here or on the rank whose turn it is."""
+        """Order the plan of a step: start it if it is this rank's turn, else note that another rank plans it."""
         if self.run is None:
             self.run = through_store(self.timeout, lambda: self.store.add(f"flexcp/plans/runs/{self.rank}", 1))
         if step % self.size == self.rank:
@@ -54,7 +54,7 @@ class SharedPlans:
             self.others.append(step)
 
     def take(self, step: int) -> list[PlannedPart]:
-        """The parts of a step, with the same plans on every rank."""
+        """Return the parts of a step, the same plans on every rank; wait for them if necessary."""
         for key in self.pool.finished():
             if isinstance(key, int):
                 self._share(key, counted=False)
@@ -75,7 +75,7 @@ class SharedPlans:
         return parts
 
     def _share(self, step: int, counted: bool) -> None:
-        """Put a plan, or the reason why there is none, where the others find it."""
+        """Put the plans of a step, or the error of planning it, into the store."""
         key = self._key(step)
         try:
             parts = self.pool.take(step, counted)
@@ -86,15 +86,13 @@ class SharedPlans:
             self.mine[step] = parts
             data = b"=" + shared_bytes(parts)
         begin = time.perf_counter()
-        # bytes pass as they are
+        # The type hints of torch ask for a string, but bytes work.
         through_store(self.timeout, lambda: self.store.set(key, data))  # type: ignore[arg-type]
         self.unread.add(key)
         self.pool.stats.sharing_s += time.perf_counter() - begin
 
     def _read_ahead(self) -> None:
-        """Hand plans of others that are ready to this rank's planner processes,
-        in the order in which they will be taken.
-        """
+        """Give plans of other ranks that are in the store to this rank's planner processes, in the order of steps."""
         while self.pool.shared is not None and self.others:
             step = self.others[0]
             if not through_store(self.timeout, partial(self.store.check, [self._key(step)])):
@@ -106,6 +104,7 @@ class SharedPlans:
                 self.refused[step] = data
 
     def _read(self, step: int) -> list[PlannedPart]:
+        """Return the parts of a step that another rank plans; raise if planning failed there."""
         if (READ, step) in self.pool.jobs:
             return self.pool.take((READ, step))
         data = self.refused.pop(step, None) or through_store(self.timeout, lambda: self._received(step))
@@ -114,7 +113,7 @@ class SharedPlans:
         return from_shared_bytes(data[1:])
 
     def _received(self, step: int) -> bytes:
-        """What the rank whose turn it is puts into the store, waited for."""
+        """Wait until another rank has put the plans of a step into the store, and return their bytes."""
         key = self._key(step)
         begin = time.perf_counter()
         ready = self.store.check([key])
@@ -129,7 +128,7 @@ class SharedPlans:
         return self._fetched(step)
 
     def _fetched(self, step: int) -> bytes:
-        """What is in the store for a step; the last to read it takes it out."""
+        """Read the bytes of a step from the store; the last rank that reads them deletes them."""
         key = self._key(step)
         begin = time.perf_counter()
         self.others.remove(step)
@@ -141,10 +140,11 @@ class SharedPlans:
         return data
 
     def _key(self, step: int) -> str:
+        """Return the key of a step in the store."""
         return f"flexcp/plans/{self.run}/{step}"
 
     def forget(self) -> None:
-        """Drop what was asked for and not taken; nobody comes for those plans any more."""
+        """Drop all steps that were ordered and not taken, and delete their plans from the store."""
         for step in self.mine:
             key = self._key(step)
             if key in self.unread:

@@ -1,17 +1,17 @@
-"""Planning pool: plans made ahead of the training loop by other processes.
+"""Planning pool: worker processes that make plans ahead of the training loop.
 
-A :class:`Pool` has a thread per worker process. The thread takes the next job, hands it to its worker and waits for the
-answer; that is all it does, so whatever happens to a worker happens to one thread and one job:
+A :class:`Pool` has a thread per worker process. The thread takes the next job, gives it to its worker and waits for the
+answer. It does nothing else, so a failure of a worker affects one thread and one job:
 
-    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same
-                       job it is an error
-    planning fails     the worker's message, or traceback where it is no user's mistake, is raised where the training
-                       loop takes that plan
-    worker is stuck    after ``patience`` seconds of waiting the loop warns, ends the worker and plans the step itself
+    worker dies        another worker repeats the job, with a warning; after ``TRIES`` deaths over the same job there
+                       is an error
+    planning fails     the error is raised when the training loop takes the plan: with the message alone if it is a
+                       mistake of the user, else with the traceback
+    worker is stuck    after ``patience`` seconds of waiting the loop warns, kills the worker and plans the step itself
 
-Jobs are pure functions of their arguments, so doing one twice, or elsewhere, gives the same plan. Warnings are given by
-the thread that takes plans. The pool's workers end when it is closed, collected, or when the process ends in whatever
-way (see ``worker.py``).
+Jobs are pure functions of their arguments, so a job that is repeated or done elsewhere gives the same plan. Warnings
+are issued by the thread that takes plans. The workers end when the pool is closed or collected, or when the process
+ends in any way (see ``worker.py``).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from flexcp.data.planning.worker import START
 from flexcp.data.stats import Stats
 
 TRIES, STARTS = 3, 10
-"""Workers that may die over one job while they plan it, and while they start."""
+"""How many workers may die over one job before it is an error: while they plan, and while they start."""
 
 
 class PlanningError(RuntimeError):
-    """A step could not be planned; the message holds the cause."""
+    """Raised if a step could not be planned; the message says why."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One step to plan, or the plans of another rank to derive recipes of, and what became of it."""
+    """A step to plan, or plans of another rank (bytes) from which to derive recipes; and the result or error."""
 
     key: Hashable
     order: PlanOrder | bytes
@@ -70,7 +70,7 @@ class Job:
 
 
 class _Worker:
-    """A worker process and our end of its pipes."""
+    """A worker process and the parent's ends of its pipes."""
 
     def __init__(self, planner: bytes) -> None:
         ours, theirs = socket.socketpair()
@@ -78,8 +78,8 @@ class _Worker:
         try:
             path = json.dumps([os.path.abspath(p) for p in sys.path])
             command = [sys.executable, "-c", START, path, str(theirs.fileno()), str(life_read)]
-            # A session of its own: Ctrl-C in a terminal is for the training process, which then lets go of the
-            # lifeline.
+            # The worker has a session of its own, so that Ctrl-C in a terminal interrupts only the training process;
+            # the worker ends when the lifeline closes.
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), life_read), start_new_session=True
             )
@@ -95,7 +95,7 @@ class _Worker:
         self.planner = planner
 
     def greet(self) -> None:
-        """Hand over the planner; raises :class:`PlanningError` where the worker cannot use it."""
+        """Send the planner to the worker; raise :class:`PlanningError` if the worker cannot load it."""
         self.pipe.send_bytes(self.planner)
         what, text = self.pipe.recv()
         if what == "broken":
@@ -105,12 +105,13 @@ class _Worker:
             )
 
     def plan(self, job: Job) -> tuple[str, float, Any]:
+        """Send a job to the worker, wait, and return its answer."""
         self.pipe.send(job.order)
         answer: tuple[str, float, Any] = self.pipe.recv()
         return answer
 
     def end(self) -> int:
-        """Kill the process and forget it; how it ended."""
+        """Kill the process and close its pipes; return its exit code."""
         self.process.kill()
         code = self.process.wait()
         self.pipe.close()
@@ -122,9 +123,7 @@ class _Worker:
 
 @dataclass(eq=False)
 class _Shared:
-    """What the threads and the pool have in common; it holds no reference to the pool,
-    so that the pool can be collected.
-    """
+    """The data shared by the pool and its threads; it does not refer to the pool, so that the pool can be collected."""
 
     planner: bytes
     stats: Stats
@@ -135,7 +134,7 @@ class _Shared:
     closed: bool = False
 
     def close(self) -> None:
-        """End all workers now."""
+        """Kill all workers."""
         with self.change:
             self.closed = True
             for worker, _ in self.at_work.values():
@@ -144,7 +143,7 @@ class _Shared:
 
 
 class Pool:
-    """``workers`` processes that plan. Use :meth:`ask` ahead of time and :meth:`take` when the plan is needed."""
+    """A pool of planner processes: order plans ahead of time with :meth:`ask`, and get them with :meth:`take`."""
 
     def __init__(
         self, planner: PlannerLike, workers: int, patience: float, stats: Stats, wish: RecipeWish | None = None
@@ -161,8 +160,9 @@ class Pool:
             self._closing = weakref.finalize(self, _shut, self.shared, self.threads)
 
     def ask(self, key: Hashable, order: PlanOrder | bytes) -> None:
-        """Have this planned; without workers it is planned when it is taken. Bytes are another rank's plans,
-        to derive recipes of.
+        """Order a plan; without workers it is made when it is taken.
+
+        An order of bytes holds another rank's plans, from which recipes are derived.
         """
         job = self.jobs[key] = Job(key, order)
         if self.shared is not None:
@@ -171,11 +171,11 @@ class Pool:
                 self.shared.change.notify_all()
 
     def finished(self) -> list[Hashable]:
-        """Keys of plans that are ready to be taken."""
+        """Return the keys of the orders that are done."""
         return [key for key, job in self.jobs.items() if job.done]
 
     def take(self, key: Hashable, counted: bool = True) -> list[PlannedPart]:
-        """The parts that were asked for; waits for it, and counts the waiting unless it is not the loop that waits."""
+        """Return the parts of an order, and wait for them if necessary; the wait enters ``stats`` if ``counted``."""
         job = self.jobs.pop(key)
         begin = time.perf_counter()
         ready = job.done
@@ -187,6 +187,7 @@ class Pool:
         return parts
 
     def _waited(self, shared: _Shared, job: Job) -> list[PlannedPart]:
+        """Wait for a job and return its parts; after ``patience`` seconds, plan it in this process."""
         with shared.change:
             shared.change.wait_for(lambda: job.done, self.patience)
             notes, shared.notes = shared.notes, []
@@ -200,8 +201,8 @@ class Pool:
             warnings.warn(note, RuntimeWarning, stacklevel=4)
         if stuck:
             warnings.warn(
-                f"step {job.key} was not planned within {self.patience:g} s of waiting; its planner process was ended, "
-                "and the step is planned in the training process",
+                f"step {job.key} was not planned within {self.patience:g} s of waiting; its planner process was "
+                "killed, and the step is planned in the training process",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -213,19 +214,20 @@ class Pool:
         return job.parts
 
     def _here(self, job: Job) -> list[PlannedPart]:
+        """Do a job in this process."""
         begin = time.perf_counter()
         try:
-            # No recipes: the step derives what it needs, when it needs it, in the same process.
+            # Without recipes: in this process they save no time, and the step derives what it needs when it needs it.
             return (
                 from_shared_bytes(job.order) if isinstance(job.order, bytes) else fulfil(self.planner, job.order, None)
             )
-        except Exception as error:  # a user's planner may raise anything; callers know one error, as from a worker
+        except Exception as error:  # a user's planner may raise anything; callers expect a PlanningError
             raise PlanningError(f"step {job.key} could not be planned: {type(error).__name__}: {error}") from error
         finally:
             self.stats.planned(time.perf_counter() - begin, here=True)
 
     def forget(self) -> None:
-        """Drop everything that was asked for and not taken."""
+        """Drop all orders that were not taken."""
         if self.shared is not None:
             with self.shared.change:
                 self.shared.waiting.clear()
@@ -234,7 +236,7 @@ class Pool:
         self.jobs.clear()
 
     def processes(self) -> list[int]:
-        """Process ids of the workers that run now."""
+        """Return the process ids of the running workers."""
         if self.shared is None:
             return []
         with self.shared.change:
@@ -247,6 +249,7 @@ class Pool:
 
 
 def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
+    """Return the planner and the recipe wish as bytes for the workers, or raise if the planner cannot be pickled."""
     try:
         return pickle.dumps((planner, wish))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -257,13 +260,14 @@ def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
 
 
 def _shut(shared: _Shared, threads: list[threading.Thread]) -> None:
+    """End the workers and their threads."""
     shared.close()
     for thread in threads:
         thread.join(10)
 
 
 def _tend(shared: _Shared, number: int) -> None:
-    """A worker's thread: one job after the other until the pool closes."""
+    """Run the thread of a worker: do one job after the other until the pool closes."""
     worker: _Worker | None = None
     while True:
         with shared.change:
@@ -277,7 +281,7 @@ def _tend(shared: _Shared, number: int) -> None:
 
 
 def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Worker | None:
-    """Get one job done, by as many workers as it takes; the worker that is left."""
+    """Get one job done, with further workers if one dies; return the worker that is alive, if any."""
     while not job.dropped:
         parts, error, seconds, ready = None, None, 0.0, worker is not None
         try:
@@ -299,11 +303,11 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
                 job.deaths += ready
                 job.false_starts += not ready
                 shared.stats.deaths += 1
-                shared.notes.append(f"a planner process {how} over step {job.key}; another does it again")
+                shared.notes.append(f"a planner process {how} over step {job.key}; another process repeats the step")
             if job.deaths < TRIES and job.false_starts < STARTS:
                 continue
             error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"
-        except Exception as failure:  # a thread that ended here would leave the job waiting for ever
+        except Exception as failure:  # if the thread ended here, the training loop would wait for the job for ever
             error = f"{failure}"
         with shared.change:
             if worker is not None:
@@ -317,6 +321,7 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
 
 
 def _at_work(shared: _Shared, number: int, worker: _Worker, job: Job) -> None:
+    """Note that a worker does a job; kill it if the pool was closed meanwhile."""
     with shared.change:
         shared.at_work[number] = (worker, job)
         if shared.closed:
@@ -324,4 +329,5 @@ def _at_work(shared: _Shared, number: int, worker: _Worker, job: Job) -> None:
 
 
 def _ending(code: int) -> str:
+    """Describe how a process ended, from its exit code."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

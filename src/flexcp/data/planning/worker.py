@@ -1,9 +1,9 @@
-"""Worker: a process that plans what comes through its pipe, and ends with the process that started it.
+"""Worker: a planner process, which receives plan orders through a pipe and ends with the process that started it.
 
-It is a fresh interpreter (never a fork: no threads, locks, store clients or CUDA contexts come along) and imports
-neither torch nor the user's script. Plans go back as wire bytes, with what a rank derives of them. A second pipe, of
-which only the parent holds the writing end, is its lifeline: when that closes, however the parent ended, the worker
-leaves at once, in the middle of a plan too.
+A worker is a fresh interpreter and not a fork, so it inherits no threads, locks, store clients or CUDA contexts. It
+imports neither torch nor the user's script. It sends plans back as bytes, with the recipes derived from them. A second
+pipe, whose writing end only the parent holds, is the *lifeline*: it closes when the parent ends, in whatever way, and
+the worker then exits at once, even while it plans.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from flexcp.data.planning.worker import main; "
     "main(*map(int, sys.argv[2:]))"
 )
-"""What the interpreter of a worker runs: the parent's import path first, so that both find the same flexcp."""
+"""The program of a worker's interpreter; the parent's import path comes first, so that both import the same flexcp."""
 
 
 def main(pipe_fd: int, lifeline_fd: int) -> None:
-    """Say ready or broken, then answer every order, or shared plans,
-    with ("parts", seconds, parts) or ("failed", seconds, text).
+    """Run a worker: send "ready" or "broken", then answer orders until the pipe closes.
+
+    An order is a :class:`PlanOrder` or the bytes of plans from another rank. An answer is ("parts", seconds, parts) or
+    ("failed", seconds, message).
     """
     threading.Thread(target=_follow, args=(lifeline_fd,), daemon=True).start()
     pipe = Connection(pipe_fd)
     try:
         planner, wish = pickle.loads(pipe.recv_bytes())
         from flexcp.data.planning.plan_orders import from_shared_bytes, fulfil, packed, with_recipes
-    except Exception:  # unpickling runs a user's code; whatever it is, the training process raises it with this text
+    except Exception:  # unpickling runs the user's code; the training process raises any error of it with this text
         pipe.send(("broken", traceback.format_exc()))
         return
     pipe.send(("ready", ""))
@@ -47,15 +49,15 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
             shared = isinstance(order, bytes)
             parts = with_recipes(from_shared_bytes(order), wish) if shared else fulfil(planner, order, wish)
             answer = ("parts", packed(parts))
-        except (ValueError, NotImplementedError) as error:  # a user's mistake, which says itself what to do
+        except (ValueError, NotImplementedError) as error:  # a mistake of the user; the message says what to do
             answer = ("failed", f"{type(error).__name__}: {error}")
-        except Exception:  # whatever it is, the training process raises it with this text
+        except Exception:  # the training process raises any other error with its traceback
             answer = ("failed", traceback.format_exc())
         pipe.send((answer[0], time.perf_counter() - begin, answer[1]))
 
 
 def _follow(lifeline_fd: int) -> None:
-    """Wait for the parent's end."""
+    """Wait until the parent has ended, then exit."""
     while os.read(lifeline_fd, 1):
         pass
     os._exit(0)

@@ -1,1 +1,1 @@
-"""Speeds of ranks, measured while they train, as numbered corrections to what the planner takes them for."""
+"""Speeds: measure how fast ranks compute while they train, and correct the speeds that the planner assumes."""

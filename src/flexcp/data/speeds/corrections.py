@@ -1,11 +1,12 @@
-"""Corrections: from which step on the planner takes ranks for how fast. Integers only; no clock, no torch.
+"""Corrections: the speeds of ranks that the planner assumes from a given step on. Integers only; no clock, no torch.
 
-A correction is (epoch, step, speeds): from that step of that epoch on, rank r computes at ``speeds[r]`` per mille of
-the cluster's speed. Corrections are numbered by their place in the list. A step's plan depends on the last one that is
-not after it, and on nothing that was measured since, so that a list of them replays a run: the same steps, planned with
-the same corrections, have the same hashes.
+A correction is (epoch, step, speeds): from that step of that epoch on, the planner assumes that rank r computes at
+``speeds[r]`` per mille of the cluster's speed. The plan of a step depends on the last correction at or before it, and
+on no other measurement. So the list of corrections is enough to repeat a run: the same steps, planned with the same
+corrections, have the same hashes.
 
-:func:`agreed_speeds` makes one of what all ranks measured, by the same integer arithmetic on every rank.
+:func:`agreed_speeds` makes a correction from the measurements of all ranks, with the same integer arithmetic on every
+rank.
 """
 
 from __future__ import annotations
@@ -18,29 +19,28 @@ from flexcp.clusters import NOMINAL_SPEED
 from flexcp.io.plain_values import shown
 
 STEP = 10
-"""Speeds are rounded to this many per mille: finer ones are noise."""
+"""Speeds are rounded to multiples of this many per mille: smaller differences are noise."""
 LEAST_CHANGE = 30
-"""Per mille by which a rank must differ from what it is taken for before there is a new correction."""
+"""A new correction is made only if a rank differs from its assumed speed by at least this many per mille."""
 SLOWEST, FASTEST = 100, 10_000
-"""A rank that seems slower or faster than these per mille of the others has something else wrong, which no plan mends.
-"""
+"""Limits of a speed in per mille: a rank beyond them has a problem that a plan cannot solve."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """From ``step`` of ``epoch`` on, ranks have these speeds in per mille."""
+    """From ``step`` of ``epoch`` on, the planner assumes these speeds of the ranks, in per mille."""
 
     epoch: int
     step: int
     speeds: tuple[int, ...]
 
     def plain(self) -> list[Any]:
-        """As plain values, for a state."""
+        """Return the correction as plain values, for a state."""
         return [self.epoch, self.step, list(self.speeds)]
 
 
 def read_corrections(values: Sequence[Any], ranks: int) -> list[Correction]:
-    """Corrections of a state; those for another number of ranks say nothing about these and are left out."""
+    """Read the corrections of a state; those for another number of ranks do not apply and are left out."""
     found = []
     try:
         for epoch, step, speeds in values:
@@ -56,7 +56,7 @@ def read_corrections(values: Sequence[Any], ranks: int) -> list[Correction]:
 
 
 def speeds_at(corrections: Sequence[Correction], epoch: int, step: int) -> tuple[int, ...] | None:
-    """The speeds in force at a step; None before the first correction."""
+    """Return the speeds that the planner assumes at a step, None before the first correction."""
     found = None
     for correction in corrections:
         if (correction.epoch, correction.step) <= (epoch, step):
@@ -65,11 +65,11 @@ def speeds_at(corrections: Sequence[Correction], epoch: int, step: int) -> tuple
 
 
 def agreed_speeds(measured: Sequence[tuple[int, int]], taken: Sequence[int]) -> tuple[int, ...] | None:
-    """New speeds of all ranks, or None where what they are taken for is near enough.
+    """Return new speeds of all ranks, or None if the assumed speeds ``taken`` are close enough.
 
-    ``measured`` is, of each rank, the nanoseconds its work takes by the cost model at nominal speed, and those it took.
-    The cost model's own error is in all ranks alike, so speeds are relative: the rank in the middle gets the middle one
-    of those they are taken for. A rank that did nothing keeps its own.
+    ``measured`` holds, for each rank, the nanoseconds that the cost model expects for its work at nominal speed, and
+    the nanoseconds that it took. The cost model's own error is the same on all ranks, so speeds are relative: the rank
+    with the median rate gets the median of the assumed speeds. A rank without work keeps its speed.
     """
     scale = NOMINAL_SPEED * NOMINAL_SPEED
     rates = [max(1, scale * expected // took) if expected and took else 0 for expected, took in measured]

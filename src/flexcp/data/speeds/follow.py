@@ -1,8 +1,7 @@
-"""Follow: every so many steps the ranks of a loader tell each other what they measured,
-and agree once on how fast each of them is.
+"""Follow: at regular steps, the ranks of a loader exchange their measurements and agree on the speed of each rank.
 
-Every rank comes to the exchange at the same step, adds the same correction to its list and lets it begin at the first
-step that none of them has asked for yet: after the look-ahead. Nothing else of what was measured reaches a plan.
+All ranks take part at the same step and add the same correction to their lists. The correction begins at the first step
+after the look-ahead, for which no rank has ordered a plan yet. Measurements affect plans in no other way.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flexcp.telemetry.telemetry import Telemetry
 
 
 class SpeedFollower:
-    """The corrections of a loader; with ``every`` above 0 it makes new ones, else it only replays those it has."""
+    """The speed corrections of a loader; a new one is agreed on every ``every`` steps (0: never)."""
 
     def __init__(self, planner: PlannerLike, every: int, telemetry: Any, peers: Peers) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
@@ -39,15 +38,14 @@ class SpeedFollower:
         self._measured = MeasuredWork(telemetry) if every else None
 
     def at(self, epoch: int, step: int) -> tuple[int, ...] | None:
-        """The speeds that a step is planned with; None for the planner's own."""
+        """Return the speeds with which a step is planned, None for the planner's own."""
         return speeds_at(self.corrections, epoch, step)
 
     def after(self, epoch: int, step: int, unasked: int) -> None:
-        """Agree on a correction if it is time for one: ``step`` was given out and trained,
-        ``unasked`` is the first not yet asked for.
+        """Agree on a correction after ``step`` if one is due; it begins at step ``unasked``, the first not yet ordered.
 
-        On all ranks at the same step. While a correction waits for its step nothing is agreed on, because all that is
-        measured then is of plans without it.
+        All ranks call this at the same step. No correction is made while the last one has not begun, because the plans
+        measured until then do not contain it.
         """
         if self._measured is None or (step + 1) % self.every or self._pending(epoch, step):
             return
@@ -58,6 +56,7 @@ class SpeedFollower:
             self.corrections.append(Correction(epoch, unasked, found))
 
     def _pending(self, epoch: int, step: int) -> bool:
+        """Return whether the last correction has not begun yet; if so, forget what was measured until now."""
         assert self._measured is not None
         if not self.corrections or (self.corrections[-1].epoch, self.corrections[-1].step) <= (epoch, step):
             return False
@@ -65,5 +64,5 @@ class SpeedFollower:
         return True
 
     def state(self) -> list[Any]:
-        """The corrections as plain values."""
+        """Return the corrections as plain values."""
         return [correction.plain() for correction in self.corrections]

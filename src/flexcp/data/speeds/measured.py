@@ -1,6 +1,4 @@
-"""Measured work: what telemetry knows of how long this rank computed,
-beside how long it should have at nominal speed.
-"""
+"""Measured work: how long this rank computed, as telemetry measured it, and how long it should at nominal speed."""
 
 from __future__ import annotations
 
@@ -13,15 +11,16 @@ from flexcp.telemetry.telemetry import Telemetry
 
 
 class MeasuredWork:
-    """Sums up the steps of a telemetry that were not summed up before."""
+    """Sums up the steps of a telemetry, each step once."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
         self._next = 0
 
     def since_last(self) -> tuple[int, int]:
-        """Nanoseconds expected and taken in the steps since the last call; of those that the device is through with,
-        which it does not wait for. (0, 0) where there is none.
+        """Return (expected, taken) nanoseconds of the steps since the last call; (0, 0) if there are none.
+
+        Only steps that the device has finished are counted; this function does not wait for the others.
         """
         expected = took = 0
         for record in self.telemetry.steps:
@@ -36,12 +35,12 @@ class MeasuredWork:
         return expected, took
 
     def forget(self) -> None:
-        """Leave out what was measured until now."""
+        """Ignore all steps that were measured until now."""
         self._next = max((record.number + 1 for record in self.telemetry.steps), default=self._next)
 
 
 def expected_ns(record: StepRecord) -> int:
-    """Nanoseconds of this rank's passes by the cost model, were it of nominal speed."""
+    """Return the nanoseconds that the cost model expects for a rank's passes of a step, at nominal speed."""
     plan, rank = record.plan, record.rank or 0
     machine = replace(plan.cluster, speeds=())
     found = 0

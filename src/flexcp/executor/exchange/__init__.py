@@ -1,1 +1,3 @@
-"""What ranks send each other: messages of a pass, agreement through the store, buffers."""
+"""What ranks send each other: the messages of a pass with their buffers, collectives outside attention, and what they
+tell each other through the group's store.
+"""

@@ -1,22 +1,22 @@
-"""Arena: the one buffer in which a step's passes work, laid out by :mod:`flexcp.plan.memory`.
+"""Arena: the one buffer in which the passes of a step work, laid out by :mod:`flexcp.plan.memory`.
 
-A pass leases the arena, works in views of it, and gives it back; the next layer, mask or direction takes the same
-bytes. It is as large as the largest of them needs, allocated once, and may be handed from step to step
-(``bind(..., arena=step.arena)``), growing when a plan needs more. What a pass returns to its caller never lies in it.
+A pass leases the arena, works in views of it, and gives it back; the next layer, mask or direction uses the same bytes.
+The arena is as large as the largest of them needs, is allocated once, and may be passed from step to step
+(``bind(..., arena=step.arena)``); it grows when a plan needs more. Tensors that a pass returns never lie in the arena.
 
-Why bytes may be used again, inside a pass and by the next one:
+Why it is safe to use the bytes again, within a pass and by the next one:
 
-- On a CPU everything is done when the call returns, but for messages. :meth:`Exchange.arrived` waits for what a stage
-  brings, and until what was sent in the stage before has left; only then is anything else laid in those bytes. That is
-  how the layout counts their lives, and ``finish`` waits for the last ones before the pass gives the arena back.
-- On a GPU the same sentences hold in stream order. All copies and kernels of a pass are queued on the current stream;
-  the exchange starts after what is queued there, and ``arrived`` makes the current stream wait for it. So whatever is
-  queued later on that stream finds the bytes free. A lease on another stream first waits, on the device, for the event
-  that the last lease left behind.
-- Two passes never share bytes at one time: a pass that finds the arena taken (another thread, another model with the
-  same arena) works in an allocation of its own.
-- After an error a message may still be on its way into the arena. Its bytes are given up then, not used again: whoever
-  still writes into them holds them alive.
+- On a CPU all work but messages is complete when a call returns. :meth:`Exchange.arrived` waits until the messages of a
+  stage have arrived and those that this rank sends in it have left; only then are their bytes used for something else.
+  The layout assumes this, and ``finish`` waits for the last messages before the pass gives the arena back.
+- On a GPU the same holds in the order of the CUDA stream. All copies and kernels of a pass are queued on the current
+  stream, the exchange starts after them, and ``arrived`` makes the current stream wait for the exchange. So work that
+  is queued later on that stream finds the bytes free. A lease on another stream first waits, on the device, for the
+  event that the last lease recorded.
+- Two passes never use the bytes at the same time: a pass that finds the arena leased (by another thread, or by another
+  model with the same arena) works in an allocation of its own.
+- After an error a message may still be arriving in the arena. The arena then drops its memory and never uses it again;
+  the transport keeps it alive while it writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flexcp.plan.memory import aligned_starts
 
 
 class Arena:
-    """Bytes on a device that passes lease one after the other."""
+    """A buffer on a device that passes lease one after the other."""
 
     def __init__(self) -> None:
         self._least = 0
@@ -42,16 +42,18 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes allocated now."""
+        """The bytes that are allocated now."""
         return 0 if self._memory is None else self._memory.numel()
 
     def reserve(self, size: int) -> None:
-        """Allocate at least this much when memory is next needed."""
+        """Make the next allocation at least ``size`` bytes large."""
         self._least = max(self._least, size)
 
     @contextmanager
     def lease(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """``size`` bytes for one pass, uint8; whoever comes meanwhile gets others."""
+        """Lend ``size`` bytes to one pass, as a uint8 tensor. While they are lent, another lease gets memory of its
+        own.
+        """
         if size == 0 or not self._lock.acquire(blocking=False):
             yield _allocated(size, device)
             return
@@ -68,9 +70,10 @@ class Arena:
             self._lock.release()
 
     def _ready(self, size: int, device: torch.device) -> Tensor:
+        """Return memory of at least ``size`` bytes that the last lease no longer uses; allocate it if needed."""
         memory = self._memory
         if memory is None or memory.numel() < size or memory.device != device:
-            # The old bytes go first: the two need not fit side by side.
+            # Free the old memory first, so that both need not fit on the device together.
             self._memory = self._left = memory = None
             self._memory = memory = _allocated(max(size, self._least), device)
         elif self._left is not None:
@@ -81,7 +84,7 @@ class Arena:
 
 
 class Buffers:
-    """The messages of a stage side by side in ``memory``; ``sizes`` are (peer, bytes)."""
+    """The messages of a stage, side by side in ``memory``; ``sizes`` has (peer, bytes) of each."""
 
     def __init__(self, sizes: list[tuple[int, int]], memory: Tensor) -> None:
         starts = aligned_starts([size for _, size in sizes])
@@ -90,16 +93,17 @@ class Buffers:
 
     @classmethod
     def holding(cls, messages: Mapping[int, Tensor]) -> Buffers:
-        """Contiguous tensors as they are, each a message to or from a peer."""
+        """Use existing contiguous tensors, by peer, as messages without a copy."""
         found = cls([], torch.empty(0, dtype=torch.uint8))
         found.messages = [(peer, x.detach().view(-1).view(torch.uint8)) for peer, x in messages.items()]
         return found
 
     @classmethod
     def alone(cls, sizes: list[tuple[int, int]], device: torch.device) -> Buffers:
-        """In memory of their own."""
+        """Allocate memory for messages of these (peer, bytes)."""
         return cls(sizes, _allocated(aligned_starts([size for _, size in sizes])[-1], device))
 
 
 def _allocated(size: int, device: torch.device) -> Tensor:
+    """Return ``size`` uninitialised bytes on a device."""
     return torch.empty(size, dtype=torch.uint8, device=device)

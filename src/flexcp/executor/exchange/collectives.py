@@ -1,14 +1,13 @@
-"""Collectives: what the ranks of a group tell each other outside attention,
-every call with a time limit and the name of its place.
+"""Collectives: what the ranks of a group exchange outside attention, with a time limit and clear errors.
 
-Rows that change ranks (``step.roll``), sums and gathers are exchanges of one stage
-(:mod:`flexcp.executor.exchange.transports`): they wait, fail and explain themselves as attention's do. On the host a
-sum or a gather is made of messages between pairs too, because those say who is missing, and leave no thread of the
-transport behind that would wait on. On a device they are the group's own collectives, queued like any other work;
-nothing waits on the host there.
+Each call names its *place*, such as ``step.roll``. Moving rows between ranks is an exchange of one stage
+(:mod:`flexcp.executor.exchange.transports`), with the same time limits and error messages as attention. On CPU ranks
+sums and gathers are made of messages between pairs of ranks too, because these can tell which rank is missing, and
+leave no thread of the transport waiting after an error. On a device, sums and gathers are the group's own collectives,
+queued like any other work, and the host does not wait.
 
-The n-th call of a place is the same call on all ranks. Places count for themselves: a rank that has nothing to exchange
-in one may leave it out.
+The n-th call of a place is the same call on all ranks. Each place has its own count, so a rank that has nothing to
+exchange in one place may skip it.
 """
 
 from __future__ import annotations
@@ -34,18 +33,23 @@ from flexcp.executor.exchange.transports import Wire, packed_tag, transport_for
 
 @dataclass(frozen=True)
 class Occasion:
-    """The n-th call of a place, in the step of this number (0: of no step)."""
+    """The ``number``-th call of a place, in the step of this number (0 outside of steps)."""
 
     place: str
     number: int
     step: int
 
     def tag(self, stage: int, call: int) -> int:
-        """As :meth:`flexcp.executor.exchange.transports.PassLabel.tag`, apart from all passes."""
+        """Return the tag of this call's messages, which differs from the tags of all passes."""
         return packed_tag(((1, 1), (self.step, 5), (self.number, 10), (zlib.crc32(self.place.encode()), 15)))
 
+    @property
+    def stamp(self) -> int:
+        """A number of 63 bits that identifies this call and differs from the stamps of all passes."""
+        return packed_tag(((1, 1), (self.step, 14), (self.number, 16), (zlib.crc32(self.place.encode()), 32)))
+
     def where(self, stage: int) -> str:
-        """For an error."""
+        """Return a description of the call for error messages."""
         return str(self)
 
     def __str__(self) -> str:
@@ -53,7 +57,9 @@ class Occasion:
 
 
 class Collectives:
-    """The ranks of one group, or one rank alone; ``step`` is the number of the bind, the same on all ranks, or 0."""
+    """Exchanges among the ranks of one group, or of a single rank (``group`` None). ``step`` is the number of the bind,
+    the same on all ranks, or 0 outside of steps.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, step: int = 0) -> None:
         self.group, self.timeout, self.step = group, timeout, step
@@ -66,11 +72,13 @@ class Collectives:
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one, from the next on, so that they do not all begin with the same one."""
+        """All ranks but this one, beginning with the next, so that not all ranks talk to the same one first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def wire(self, sent: list[int]) -> Wire:
-        """What an exchange talks over; ``sent`` counts the bytes to each rank. Refused after a failure."""
+        """Return what an exchange needs to talk to the group; bytes sent to each rank are added to ``sent``. Raise
+        RuntimeError after a failure.
+        """
         self.check_usable()
         if self._warned and self.notes is not None:
             self.notes.withdraw(grace_of(self.timeout))
@@ -78,7 +86,7 @@ class Collectives:
         return Wire(self.group, sent, self.timeout, self.notes, self._fail)
 
     def check_usable(self) -> None:
-        """Raise after an exchange that broke off."""
+        """Raise RuntimeError if an earlier exchange of this group or step failed."""
         if self.failure is not None:
             what = "this step" if self.step else "this group"
             raise RuntimeError(
@@ -87,9 +95,7 @@ class Collectives:
 
     @contextmanager
     def checking(self, place: str) -> Iterator[None]:
-        """Around what is checked before an exchange: the ranks that wait
-        for this one then learn why it does not come.
-        """
+        """Surround checks before an exchange: if they raise, leave a note for the ranks that wait for this one."""
         try:
             yield
         except Exception as error:
@@ -99,7 +105,7 @@ class Collectives:
             raise
 
     def exchange(self, place: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send tensors to ranks and fill those that come from ranks. Empty ones do not travel."""
+        """Send the tensors ``sends`` and fill the tensors ``receives``, both by peer. Empty tensors are not sent."""
         self._calls[place] += 1
         leaving, arriving = ({peer: x for peer, x in side.items() if x.numel()} for side in (sends, receives))
         if not leaving and not arriving:
@@ -113,7 +119,7 @@ class Collectives:
             exchange.finish()
 
     def gathered(self, place: str, x: Tensor) -> list[Tensor]:
-        """A tensor of every rank, all of one shape and dtype, in rank order."""
+        """Return the tensors of all ranks in rank order; they must have one shape and dtype."""
         if self.size == 1:
             return [x]
         x = x.contiguous()
@@ -127,7 +133,7 @@ class Collectives:
         return found
 
     def summed(self, place: str, x: Tensor) -> Tensor:
-        """The sum of every rank's tensor, added in rank order on the host."""
+        """Return the sum of all ranks' tensors; on the host they are added in rank order."""
         if self.size == 1:
             return x
         if not transport_for(x.device).own_collectives:
@@ -142,7 +148,7 @@ class Collectives:
         return total
 
     def told(self, place: str, value: Any, device: torch.device) -> list[Any]:
-        """What every rank says, in rank order: picklable values, which travel by way of ``device``."""
+        """Return the values of all ranks, in rank order. They are pickled and travel by the transport of ``device``."""
         if self.size == 1:
             return [value]
         if transport_for(device).own_collectives:
@@ -158,4 +164,5 @@ class Collectives:
         return [pickle.loads(found[rank].numpy().tobytes()) for rank in range(self.size)]
 
     def _fail(self, reason: str) -> None:
+        """Note the first failure; the group, or the step, cannot be used after it."""
         self.failure = self.failure or reason

@@ -1,10 +1,9 @@
-"""Connect: meet every peer of a plan before the first layer does.
+"""Connect: open the connections to all peers of a plan before the first layer needs them.
 
-On NCCL the first message between two ranks takes 10 to 700 ms, because buffers and sockets are made then. So bind
-exchanges one byte with each peer that this group has not connected yet, a few at a time: peers at a distance of 1 to 8
-ranks first, then 9 to 16, and so on. Both ends of a pair are at the same distance, so every rank goes through the same
-turns, and one that has no peer in a turn has nothing to do in it. Who is connected already is remembered in the group's
-store, where a plan's next bind finds it.
+With NCCL the first message between two ranks takes 10 to 700 ms, because buffers and sockets are made then. So ``bind``
+exchanges one byte with each peer that this rank has not yet connected to in the group. It does so in turns: first with
+peers at a distance of 1 to 8 ranks, then 9 to 16, and so on. Distance is symmetric, so both ranks of a pair meet in the
+same turn; a rank without peers in a turn skips it. Connected peers are listed in the group's store for the next bind.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 Progress = Callable[[int, int], None]
-"""Told how many of how many new peers are connected."""
+"""A function that is called with the number of new peers connected so far, and the number of all new peers."""
 AT_ONCE = 8
-"""Distances of one turn."""
+"""How many distances one turn covers."""
 
 
 def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, progress: Progress | None = None) -> int:
-    """Exchange a byte with each of these ranks that was not met before; how many that were.
-    Its peers must call this too.
+    """Exchange a byte with each of these ranks that is not yet connected, and return how many that were. The peers must
+    call this at the same time.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store, key = group.get_group_store(), f"flexcp/connected/{rank}"
@@ -49,7 +48,7 @@ def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, pr
 
 
 def _meet(peers: list[int], group: dist.ProcessGroup, device: torch.device) -> None:
-    """One byte each way, all at once; done when it returns."""
+    """Exchange one byte with each of the peers at the same time, and wait until it is done."""
     sent, received = (torch.zeros(len(peers), 1, dtype=torch.uint8, device=device) for _ in range(2))
     operations = [dist.P2POp(dist.irecv, received[i], group=group, group_peer=p) for i, p in enumerate(peers)]
     operations += [dist.P2POp(dist.isend, sent[i], group=group, group_peer=p) for i, p in enumerate(peers)]
@@ -60,7 +59,7 @@ def _meet(peers: list[int], group: dist.ProcessGroup, device: torch.device) -> N
 
 
 class _Line:
-    """One line on a terminal, once it has taken a second; nothing elsewhere."""
+    """The default progress: one line on stderr if that is a terminal and connecting takes over a second."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()

@@ -1,13 +1,12 @@
-"""Failure notes: what ranks tell each other through the group's store when something went wrong,
-always within a time limit.
+"""Failure notes: what ranks tell each other through the group's store after a failure.
 
-A rank that fails leaves one note: whom it waited for, if anybody, and what happened. A rank that waits in vain for a
-peer looks whether the peer left a note, then whether the one blamed there did, and so finds the rank where the trouble
-began. That one left none, because it died or stands still, or blames somebody who waits for it, because ranks made
-different calls.
+A rank that fails leaves one note: what happened, and the rank it was waiting for, if any (the *blamed* rank). A rank
+that waited in vain for a peer reads the peer's note, then the note of the rank blamed there, and so on, until it finds
+the rank where the trouble began. That rank either left no note, because it died or hangs, or is blamed in a circle,
+because ranks made different calls.
 
-The store may live in the very process that stands still, and then answers nothing, ever. So every question is asked in
-a thread that may be left behind.
+The store may live in the process that hangs, and then it never answers. So every access to the store runs in a thread
+with a time limit, which is abandoned if it takes longer.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
-"""Of a time limit, up to a quarter and no more than this is kept for asking why."""
+"""The most seconds of a time limit that are reserved for reading notes; it is at most a quarter of the limit."""
 
 ASK_EVERY_SECONDS = 0.05
 
 
 def grace_of(timeout: timedelta) -> float:
-    """Seconds that are kept for notes."""
+    """Return the seconds of a time limit that are reserved for reading notes."""
     return min(GRACE_SECONDS, timeout.total_seconds() / 4)
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """The function's result or exception; TimeoutError when it takes longer than so many seconds,
-    and it is left behind then.
+    """Call the function in a thread and return its result or raise its exception. Raise TimeoutError and abandon the
+    thread if it takes longer than ``seconds``.
     """
     found: list[T] = []
     errors: list[BaseException] = []
@@ -44,7 +43,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     def run() -> None:
         try:
             found.append(function())
-        except BaseException as error:  # handed over
+        except BaseException as error:  # raised in the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True, name="flexcp-store")
@@ -58,9 +57,10 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
-    """What a function finds in the group's store; RuntimeError when the store itself stands still.
+    """Call a function that uses the group's store and return its result; raise RuntimeError if the store does not
+    answer.
 
-    It has a second more than its own limit, because its own message says more.
+    The function has a second more than ``timeout``, so that its own timeout, whose message says more, comes first.
     """
     try:
         return within(timeout.total_seconds() + 1, function)
@@ -73,14 +73,14 @@ def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class FailureNotes:
-    """The notes of one step's ranks."""
+    """The notes of the ranks of one step."""
 
     group: dist.ProcessGroup
     step: int
     rank: int
 
     def leave(self, text: str, blamed: int | None, seconds: float) -> None:
-        """Say what happened here; a store that cannot be reached is no reason for another error."""
+        """Write this rank's note; do nothing if the store cannot be reached within ``seconds``."""
         note = json.dumps({"text": text, "blamed": blamed})
         try:
             within(seconds, lambda: self.group.get_group_store().set(self._key(self.rank), note))
@@ -88,14 +88,14 @@ class FailureNotes:
             return
 
     def withdraw(self, seconds: float) -> None:
-        """Take back what was said: the rank goes on after all."""
+        """Delete this rank's note, because the rank goes on after all."""
         try:
             within(seconds, lambda: self.group.get_group_store().delete_key(self._key(self.rank)))
         except (TimeoutError, RuntimeError):
             return
 
     def explain(self, blamed: int, seconds: float) -> str:
-        """What the ranks say, from the blamed one on, until one that says nothing or blames nobody."""
+        """Return the notes as text, following the blamed ranks until one left no note or blames none."""
         deadline = time.monotonic() + seconds
         said: list[str] = []
         asked = [self.rank]
@@ -122,11 +122,12 @@ class FailureNotes:
         return ". ".join(said)
 
     def _read(self, rank: int, seconds: float) -> dict[str, Any] | None:
+        """Return the note of a rank, or None if it leaves none within ``seconds``."""
         key = self._key(rank)
 
         def read() -> dict[str, Any] | None:
             store, deadline = self.group.get_group_store(), time.monotonic() + seconds
-            while not store.check([key]):  # the store's own wait complains on stderr
+            while not store.check([key]):  # store.wait would print a warning to stderr
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(ASK_EVERY_SECONDS)

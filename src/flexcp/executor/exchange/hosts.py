@@ -1,13 +1,13 @@
-"""Hosts: which machine each rank of a group runs on, and whether the nodes that a plan was made for are machines.
+"""Hosts: find out which host each rank of a group runs on, and check that the nodes of a plan match the hosts.
 
-A plan takes ranks ``n * node .. n * node + n - 1`` to share a node and its fast links. Where two of them are on
-different hosts, every choice of the planner rests on links that are not there, so such a plan is refused. The opposite,
-one host that stands for several nodes, is how a cluster is rehearsed on one machine, and is fine: :func:`shared_host`
-finds it for those who want to know.
+A plan assumes that the ranks ``n * node .. n * node + n - 1`` share a node and its fast links (n is the number of ranks
+per node). If two of them are on different hosts, the planner counted on links that do not exist, so such a plan raises
+ValueError. The opposite is allowed, because a cluster can be rehearsed on one machine: ranks of several nodes may be on
+one host. :func:`shared_host` detects that for commands that warn of it.
 
-A host is its name (``hostname``). Every rank leaves its own in the group's store at its first bind; who judges reads
-them once for each size of nodes, and that they fit is remembered in the store, so that later binds ask one question of
-it.
+A host is identified by its name (``hostname``). Every rank writes its own to the group's store at its first bind. The
+rank that checks reads all names once for each number of ranks per node, and writes to the store that they fit, so that
+later binds need only one access.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from flexcp.clusters import Cluster
 
 
 def this_host() -> str:
-    """The name of the machine that this process runs on."""
+    """Return the name of the host that this process runs on."""
     return socket.gethostname()
 
 
 def leave_host(store: Store, rank: int) -> None:
-    """Tell the group's ranks where this one runs."""
+    """Write the host of this rank to the group's store."""
     store.set(f"flexcp/host/{rank}", this_host())
 
 
 def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
-    """Why a cluster's nodes are not the hosts that all ranks left in the store, with the way out;
-    None where they fit.
+    """Return why a cluster's nodes do not match the hosts that the ranks wrote to the store, and what to do; None if
+    they match.
     """
     if cluster.ranks_per_node == 1 or cluster.node_spans_hosts:
         return None
@@ -46,7 +46,7 @@ def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
 
 
 def split_node(cluster: Cluster, hosts: Sequence[str]) -> str | None:
-    """The first node whose ranks are on several hosts, in words with the way out; None where there is none."""
+    """Return a message on the first node whose ranks are on several hosts, and what to do; None if there is none."""
     if cluster.node_spans_hosts:
         return None
     for rank, host in enumerate(hosts):
@@ -61,7 +61,7 @@ def split_node(cluster: Cluster, hosts: Sequence[str]) -> str | None:
 
 
 def shared_host(cluster: Cluster, hosts: Sequence[str]) -> str | None:
-    """The first host on which ranks of several nodes are, in words with the way out; None where there is none."""
+    """Return a message on the first host that has ranks of several nodes, and what to do; None if there is none."""
     first: dict[str, int] = {}
     for rank, host in enumerate(hosts):
         other = first.setdefault(host, rank)
@@ -74,7 +74,9 @@ def shared_host(cluster: Cluster, hosts: Sequence[str]) -> str | None:
 
 
 def _way_out(cluster: Cluster, hosts: Sequence[str]) -> str:
-    """The cluster that fits, where ranks are numbered host by host and every host has as many."""
+    """Return what to do: use the cluster that fits, if every host has the same number of ranks and they are numbered
+    host by host; else start them so.
+    """
     each = next((n for n in range(len(hosts), 0, -1) if len(set(hosts[:n])) == 1), 1)
     blocks = [hosts[i : i + each] for i in range(0, len(hosts), each)]
     names = [block[0] for block in blocks]

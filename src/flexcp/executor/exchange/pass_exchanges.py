@@ -1,8 +1,8 @@
-"""Pass exchanges: those of a step, one for every pass through attention.
+"""Pass exchanges: open one exchange for every pass of a step.
 
-A pass is one direction of one layer. Ranks make the same passes in the same order, so the n-th pass of a step is the
-same on all of them; its number travels in the tags of its messages. Ranks of a step that broke off in a pass no longer
-agree on anything, so it has no next one.
+A pass is one direction of one attention layer. All ranks make the same passes in the same order, so the n-th pass of a
+step is the same on all of them, and its number is part of its messages' tags. After a pass has failed, the ranks may
+disagree on that number, so the step opens no further exchange.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from flexcp.executor.exchange.transports import Exchange, HostExchange, PassLabe
 from flexcp.plan.plan import Plan
 
 NOTHING: Mapping[tuple[int, bool], tuple[tuple[Call, ...], ...]] = MappingProxyType({})
+"""No calls derived ahead of time."""
 
 
 class Passes:
-    """Opens the exchange of each pass of one rank; ``step`` is the number of the bind, the same on all ranks, ``calls``
-    what was derived ahead of this rank's calls by (mask, backward).
+    """Opens the exchange of each pass of one rank.
+
+    ``step`` is the number of the bind, the same on all ranks. ``calls`` are this rank's calls by (mask, backward), as
+    far as they were derived ahead of time.
     """
 
     def __init__(
@@ -41,9 +44,9 @@ class Passes:
         self.collectives = Collectives(group, timeout, step)
         """The ranks of the step, and whether they still agree."""
         self.host_exchange: type[HostExchange] = HostExchange
-        """How CPU ranks talk; a test puts in one that dawdles."""
+        """The exchange that CPU ranks use; tests replace it with a slow one."""
         self.count = 0
-        # Calls that were derived ahead are the plan's own.
+        # Calls derived ahead of time are those of the plan, so they do not fit other settings.
         self._calls = dict(calls) if settings == AS_PLANNED else {}
 
     def open(
@@ -54,8 +57,8 @@ class Passes:
         sent: list[int],
         calls: tuple[tuple[Call, ...], ...] | None = None,
     ) -> Exchange:
-        """The exchange of the next pass; ``sent`` counts the bytes to each rank,
-        ``calls`` stand for the plan's own where given.
+        """Open the exchange of the next pass. Bytes sent to each rank are added to ``sent``; ``calls``, if given,
+        replace the plan's.
         """
         wire = self.collectives.wire(sent)
         self.count += 1
@@ -66,7 +69,7 @@ class Passes:
         return transport_for(device, self.host_exchange)(wire, this, stages)
 
     def calls(self, mask: int, backward: bool) -> tuple[tuple[Call, ...], ...]:
-        """This rank's calls for a mask and direction, derived on first use."""
+        """Return this rank's calls in each stage for a mask and direction, derived on first use."""
         key = (mask, backward)
         if key not in self._calls:
             self._calls[key] = rank_calls(self.plan, self.rank, mask, backward, self.settings)

@@ -1,14 +1,13 @@
-"""Plan agreement: all ranks of a group hold the same plan, or all of them raise;
-and what else ranks compare by way of the group's store.
+"""Plan agreement: make sure that all ranks of a group hold the same plan, and raise on all of them if they do not.
 
-Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the
-first rank there leaves its hash and its versions, later ones compare, a rank that differs says so at once to everybody,
-and the last one lets all go on. Keys are deleted by whoever leaves last. Nothing is remembered in this process; the
-count of binds lives in the store. A store that no longer answers, because the process that keeps it stands still, is an
-error within the same time limit.
+It happens once per bind, through the group's store, without the device. The n-th binds of all ranks use the same key.
+The first rank to arrive writes its plan hash and versions, and later ranks compare theirs. A rank that differs writes
+that as the verdict at once; if all are the same, the last rank to arrive writes the verdict that lets them go on. The
+last rank to leave deletes the keys. The number of binds is counted in the store, so this process keeps no state. A
+store that does not answer, because its process hangs, raises within the same time limit.
 
-The last one to come also looks whether the plan's nodes are hosts (:mod:`flexcp.executor.exchange.hosts`), and all
-raise if they are not.
+The last rank to arrive also checks that the plan's nodes match the hosts (:mod:`flexcp.executor.exchange.hosts`); if
+they do not, all ranks raise.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from flexcp.plan.file import VERSION
 from flexcp.version import __version__
 
 VERSIONS = f"{__version__} {VERSION}"
-"""The flexcp of this rank, and the plans it writes: another one may move other bytes for the same plan."""
+"""The version of flexcp and of its plan format; another version may move other bytes for the same plan."""
 REFUSED = "refused: "
-"""How a verdict begins that is about the plan's values, and not about ranks that differ."""
+"""The beginning of a verdict on a plan that all ranks share but that cannot be bound; it raises ValueError."""
 
 
 def agree(
@@ -38,24 +37,24 @@ def agree(
     calls: CallSettings = AS_PLANNED,
     cluster: Cluster | None = None,
 ) -> int:
-    """The number of this bind, when every rank of ``group`` called this with the same plan and settings;
-    raises within ``timeout`` else.
+    """Wait until every rank of ``group`` has called this with the same plan hash and settings, and return the number of
+    this bind; raise RuntimeError within ``timeout`` if a rank differs or does not come.
 
-    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
-    ``cluster``, the plan's, is held against the hosts of the ranks; nodes that are not hosts are a ValueError on all
-    ranks.
+    A rank that found a ``mistake`` of its own raises it as ValueError; the other ranks raise it too instead of waiting.
+    ``cluster`` is the plan's: if one of its nodes spans several hosts, all ranks raise ValueError.
     """
     return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls, cluster))
 
 
 def said_by_all(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
-    """What every rank says under this ``name``, in rank order;
-    RuntimeError within ``timeout`` when one does not come to say it.
+    """Exchange a string with every rank under ``name`` and return the strings of all ranks, in rank order; raise
+    RuntimeError if a rank does not call this within ``timeout``.
     """
     return through_store(timeout, lambda: _say(name, said, notes, timeout))
 
 
 def _say(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
+    """Run :func:`said_by_all` in the thread that uses the store."""
     store, size = notes.group.get_group_store(), dist.get_world_size(notes.group)
     keys = [f"flexcp/said/{name}/{rank}" for rank in range(size)]
     gone = f"flexcp/said/{name}/left"
@@ -84,6 +83,7 @@ def _meet(
     calls: CallSettings,
     cluster: Cluster | None,
 ) -> int:
+    """Run :func:`agree` in the thread that uses the store."""
     store = group.get_group_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = int(store.add(f"flexcp/binds/{rank}", 1))
@@ -125,6 +125,7 @@ def _meet(
 
 
 def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) -> str:
+    """Return the message on how this rank's entry (``mine``) differs from that of rank ``other`` (``theirs``)."""
     mine, *my_calls, my_version, my_format = mine.split(" ")
     theirs, *their_calls, their_version, their_format = theirs.split(" ")
     if (my_version, my_format) != (their_version, their_format):

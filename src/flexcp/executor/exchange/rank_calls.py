@@ -1,12 +1,12 @@
-"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only;
-no tensor, no group.
+"""Rank calls: which messages, or ranges of messages, a rank posts together in each stage, derived from the plan as
+integers.
 
-A stage is issued as the plan says (:mod:`flexcp.plan.issue`): in one call of whole messages, where whatever moves in it
-starts at once and the transport shares the links, or in conflict-free rounds, some to a call. Chunks of a message that
-meet in a call and touch are one part again.
+A stage is issued as the plan says (:mod:`flexcp.plan.issue`): in one call of whole messages, so that everything starts
+at once and the transport shares the links, or in conflict-free rounds, one or more to a call. Chunks of a message that
+are in the same call and adjacent are joined.
 
-Every rank derives its calls from the same table, so what one posts as its n-th call of a stage the other posts as its
-n-th too.
+All ranks derive their calls from the same plan, so a message that one rank sends in its n-th call of a stage is
+received by the other in its n-th call.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Call:
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What is asked for in the place of the plan's calls: how many rounds make one (None: as the plan says; 0: all that
-    moves in a stage), and the most bytes of a chunk (None: as pays).
+    """Settings that replace the plan's calls: ``rounds_per_call`` is the number of rounds in one call (0: everything
+    that moves in a stage; None: as the plan says), ``chunk_bytes`` the most bytes of a chunk (None: chosen by
+    :mod:`flexcp.plan.rounds`).
     """
 
     rounds_per_call: int | None = None
@@ -66,9 +67,8 @@ AS_PLANNED = CallSettings()
 def rank_calls(
     plan: Plan, rank: int, mask: int, backward: bool, settings: CallSettings = AS_PLANNED
 ) -> tuple[tuple[Call, ...], ...]:
-    """The calls of ``rank`` in each stage of a program; none where it neither sends nor receives.
-
-    A call in which the rank has nothing to do is left out: nobody expects it there.
+    """Return the calls of ``rank`` in each stage of a program. Calls in which it neither sends nor receives are left
+    out.
     """
     program = plan.programs[mask][backward]
     rounds = settings.rounds_per_call
@@ -78,7 +78,7 @@ def rank_calls(
     for sends in (False, True):
         mine = parts.take((parts.source if sends else parts.target) == rank)
         peer = mine.target if sends else mine.source
-        # Everyone begins with the next rank after it, so that they do not all begin with the same one.
+        # Each rank begins with the rank after it, so that not all ranks send to the same one first.
         order = np.lexsort([mine.start, (peer - rank) % plan.ranks, mine.call, mine.stage])
         rows = np.stack([mine.stage, mine.call, peer, mine.start, mine.stop])[:, order]
         for at, turn, other, start, stop in rows.T.tolist():

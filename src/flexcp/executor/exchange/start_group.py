@@ -1,10 +1,9 @@
-"""Start group: the process group that flexcp's own commands make, and what to say of one that somebody else made.
+"""Start group: make the process group of flexcp's own commands, and inspect groups that users made.
 
-Transfers are queued before the work they travel beside, but on a GPU both want multiprocessors, and the device begins
-what has the higher priority first. So the group is asked for a stream of high priority, and for transfers of no more
-blocks than the largest margin that a plan chooses has multiprocessors: attention beside a transfer that takes more than
-it was left has to wait for it. Both are chosen when a group is made and cannot be changed later: whoever makes his own
-passes ``pg_options=`` himself.
+On a GPU, transfers and attention compete for multiprocessors, and the device starts work of higher priority first. So
+the group gets a high-priority stream for its transfers. It also limits a transfer to as many blocks as the largest
+number of multiprocessors that a plan leaves free: a transfer that takes more than its share makes attention wait. Both
+settings are fixed when a group is made, so users who make their own group pass ``pg_options=`` themselves.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ import torch.distributed as dist
 OWN_GROUP = (
     'init_process_group("nccl", pg_options=torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True))'
 )
-"""What a user writes."""
+"""The call by which a user makes such a group, for messages."""
 MOST_BLOCKS = 16
-"""Blocks of a transfer, of which each occupies a multiprocessor."""
+"""The most blocks of a transfer; each occupies one multiprocessor."""
 
 
 def start_group(gpu: bool, **options: Any) -> dist.ProcessGroup:
-    """The group of all processes: NCCL with a stream of high priority and few blocks, or gloo. ``options`` are
-    ``init_process_group``'s."""
+    """Make the group of all processes and return it: NCCL with a high-priority stream and few blocks, or gloo.
+    ``options`` are passed to ``init_process_group``.
+    """
     if gpu:
         options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options["pg_options"].config.max_ctas = MOST_BLOCKS
@@ -34,8 +34,8 @@ def start_group(gpu: bool, **options: Any) -> dist.ProcessGroup:
 
 
 def has_high_priority(group: dist.ProcessGroup) -> bool | None:
-    """Whether a group's transfers run on a stream of high priority; None where it has no NCCL,
-    or torch does not say.
+    """Return whether a group's transfers run on a high-priority stream; None if it does not use NCCL or torch does not
+    tell.
     """
     if "nccl" not in str(dist.get_backend_config(group)):
         return None

@@ -1,28 +1,31 @@
-"""Transports: messages between ranks, as bytes. What is in them is :mod:`flexcp.executor.run.packing`'s job.
+"""Transports: send messages between ranks as bytes. :mod:`flexcp.executor.run.packing` fills and reads the messages.
 
-:class:`Exchange` is what a transport must do; :class:`DeviceExchange` (NCCL) and :class:`HostExchange` (gloo) are the
-two there are, and :func:`transport_for` is the one place that chooses. A new transport is a third class and a line of
-that function.
+:class:`Exchange` is the interface of a transport. There are two, :class:`DeviceExchange` (NCCL) and
+:class:`HostExchange` (gloo), and :func:`transport_for` chooses between them. To add a transport, write a third class
+and add it to that function.
 
-A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_calls`. Receives and sends of a call are
-posted together and never wait for each other, and every rank posts calls in the same order, so no order of arrival can
-deadlock. Receives come first: on gloo two ranks that send to each other get only half of a link otherwise (measured,
-benchmarks/box.py).
+The messages of a stage are posted in the calls of :mod:`flexcp.executor.exchange.rank_calls`. The receives and sends of
+a call are posted together and never wait for each other, and every rank posts its calls in the same order, so there can
+be no deadlock. Receives are posted first: with gloo, two ranks that send to each other otherwise get only half of a
+link (measured by benchmarks/box.py).
 
-Several stages may be under way at once: a stage is posted as many slots ahead as the plan says, and stages are posted
-in order. Who asks for what arrived in a stage waits for all messages of its own in it, those it sends too: a grouped
-call of NCCL's is over when all its transfers are, and CPU ranks do the same.
+Several stages may be in flight at once: stages are posted in order, each as many slots ahead as the plan says.
+``arrived`` waits for all of a stage's messages that this rank receives or sends: NCCL completes a grouped call as a
+whole, and CPU ranks do the same.
 
-On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's
-``wait()`` only orders the current stream after the transfer, and memory is kept until then, so the allocator may reuse
-it in stream order. Who is late is NCCL's own watchdog's to say.
+On a device (NCCL) the calls of a stage are queued one after the other, and the host never waits: a handle's ``wait()``
+only makes the current CUDA stream wait for the transfer. Memory is kept until then, so the allocator may reuse it in
+stream order. Late ranks are reported by NCCL's own watchdog. NCCL has no tags, so the first message of a pass to a peer
+is preceded by a *stamp*, 8 bytes that identify the pass. Before anything reads the messages of a stage, the device
+compares their stamps with its own pass, and stops at an assertion if they differ. So ranks that make different calls of
+the same sizes never compute with each other's bytes. The host learns of it at its next synchronisation.
 
-On the host (gloo) the transport's own thread moves the bytes of a call while this one computes. Where a stage has
-several calls, a thread of ours waits for each before it posts the next. Every wait has a time limit; one that fails
-says which rank was waited for and in which stage, and asks the others why
-(:mod:`flexcp.executor.exchange.failure_notes`). A message carries the number of its pass in its tag, so ranks that make
-different calls wait in vain instead of taking each other's bytes: gloo fills a longer receive with a shorter message
-and says nothing.
+On the host (gloo) the transport's own thread moves the bytes of a call while this thread computes. If a stage has
+several calls, another thread, the *courier*, waits for each call before it posts the next. Every wait has a time limit;
+on failure the error names the rank and the stage that were waited for, and says why, as far as other ranks left notes
+(:mod:`flexcp.executor.exchange.failure_notes`). The tag of a message contains the number of its pass. Ranks that make
+different calls therefore time out instead of taking each other's bytes, which gloo would not notice: it silently fills
+a longer receive with a shorter message.
 """
 
 from __future__ import annotations
@@ -46,21 +49,25 @@ from flexcp.executor.exchange.rank_calls import Call, MessageRange
 
 
 class ExchangeError(RuntimeError):
-    """A rank did not send or take in what the plan says; the message names it and the stage."""
+    """A rank did not send or receive what the plan says; the message names the rank and the stage."""
 
 
 class Subject(Protocol):
-    """What messages belong to: both sides must agree on it, and errors name it."""
+    """What an exchange is for, a pass or a call outside attention: both ranks must agree on it, and errors name it."""
 
     def tag(self, stage: int, call: int) -> int:
-        """What tells messages apart."""
+        """Return the tag of the messages of a call."""
+
+    @property
+    def stamp(self) -> int:
+        """A number of 63 bits that identifies the pass, or the call outside attention."""
 
     def where(self, stage: int) -> str:
-        """What an error says of a stage."""
+        """Return a description of a stage for error messages."""
 
 
 def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
-    """A tag of (value, bits) pairs, of each value its lowest bits."""
+    """Return a tag made of the lowest bits of each value, from (value, bits) pairs."""
     found = 0
     for value, bits in widths:
         found = found << bits | value % (1 << bits)
@@ -69,7 +76,7 @@ def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
 
 @dataclass(frozen=True)
 class PassLabel:
-    """Which pass of which step messages belong to: what both sides must agree on, and what an error says."""
+    """The pass and step that messages belong to; a :class:`Subject`."""
 
     step: int
     number: int
@@ -79,12 +86,17 @@ class PassLabel:
     stages: int
 
     def tag(self, stage: int, call: int) -> int:
-        """31 bits in which passes, masks, directions, stages and calls differ from their neighbours."""
+        """Return a tag of 31 bits that tells apart neighbouring steps, passes, directions, masks, stages and calls."""
         widths = ((0, 1), (self.step, 5), (self.number, 10), (self.backward, 1), (self.mask, 3), (stage, 7), (call, 4))
         return packed_tag(widths)
 
+    @property
+    def stamp(self) -> int:
+        """A number of 63 bits made of step, pass, direction and mask."""
+        return packed_tag(((0, 1), (self.step, 24), (self.number, 28), (self.backward, 1), (self.mask, 9)))
+
     def where(self, stage: int) -> str:
-        """For an error."""
+        """Return a description of a stage of this pass for error messages."""
         return f"stage {stage} of {self.stages} of {self}"
 
     def __str__(self) -> str:
@@ -94,10 +106,10 @@ class PassLabel:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an exchange talks over: the group (None for one rank), the counter of bytes sent to each rank,
-    patience, notes on failures.
+    """What an exchange needs to talk to other ranks: the group (None for one rank), the bytes sent to each rank so far,
+    the time limit, and the notes on failures.
 
-    ``failed`` is told the reason when a pass breaks off, for whatever reason: nothing can be exchanged after that.
+    ``failed`` is called with the reason when an exchange ends with any error; nothing can be exchanged after that.
     """
 
     group: dist.ProcessGroup | None
@@ -108,13 +120,13 @@ class Wire:
 
 
 class Exchange:
-    """The messages of one pass: ``post`` stages in order, then ask for what ``arrived`` in each; ``finish`` at the end.
-    Use as a context manager.
+    """The messages of one pass. Use it as a context manager: ``post`` the stages in order, call ``arrived`` for each
+    stage, and ``finish`` at the end.
     """
 
     own_collectives: ClassVar[bool]
-    """Whether sums and gathers outside attention are the group's own collectives;
-    else they are made of messages between pairs.
+    """Whether sums and gathers outside attention use the group's own collectives; else they are made of messages
+    between pairs of ranks.
     """
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
@@ -126,13 +138,13 @@ class Exchange:
         raise NotImplementedError
 
     def arrived(self, stage: int) -> Buffers | None:
-        """Wait until a stage's messages have come and those of this rank have left;
-        the former, peer by peer (None: never posted).
+        """Wait until the messages of a stage have arrived and this rank's own have left; return those that arrived,
+        or None if the stage was never posted.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all messages of this rank have left."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -141,7 +153,7 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if value is None or self.wire.group is None:  # one rank alone agrees with itself
+        if value is None or self.wire.group is None:  # a single rank cannot disagree with others
             return
         reason = str(value) if isinstance(value, ExchangeError) else f"{self.this} ended with {value!r}"
         self.wire.failed(reason)
@@ -150,7 +162,7 @@ class Exchange:
 
 
 class DeviceExchange(Exchange):
-    """Calls queued on the device, NCCL's way."""
+    """Calls that are queued on the device, by NCCL."""
 
     own_collectives = True
 
@@ -158,13 +170,17 @@ class DeviceExchange(Exchange):
         super().__init__(wire, this, calls)
         self._receiving: dict[int, list[dist.Work]] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._stamps: dict[int, list[Tensor]] = {}
+        self._own_stamps: list[Tensor] = []
+        self._stamped: tuple[set[int], set[int]] = (set(), set())
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         posted = self._receiving.setdefault(stage, [])
         out, into = dict(sends.messages), dict(receives.messages)
         for call in self.calls[stage]:
-            operations = [self._operation(dist.irecv, into, part) for part in call.receives]
+            operations = self._stamp(stage, call, next(iter((into or out).values())).device)
+            operations += [self._operation(dist.irecv, into, part) for part in call.receives]
             operations += [self._operation(dist.isend, out, part) for part in call.sends]
             for part in call.sends:
                 self.wire.sent[part.peer] += part.stop - part.start
@@ -178,24 +194,51 @@ class DeviceExchange(Exchange):
     def arrived(self, stage: int) -> Buffers | None:
         for work in self._receiving.pop(stage, []):
             work.wait()
+        for stamps in self._stamps.pop(stage, []):
+            torch._assert_async((stamps == self.this.stamp).all(), self._mixed_up(stage))
         return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
         for work, _ in self._sending:
             work.wait()
-        self._sending = []
+        self._sending, self._own_stamps = [], []
+
+    def _stamp(self, stage: int, call: Call, device: torch.device) -> list[dist.P2POp]:
+        """Return the operations that exchange stamps with those peers of a call that had none in this pass yet."""
+        new: list[list[int]] = []
+        for side, done in zip((call.receives, call.sends), self._stamped, strict=True):
+            new.append([peer for peer in dict.fromkeys(part.peer for part in side) if peer not in done])
+            done.update(new[-1])
+        from_, to = new
+        operations = []
+        if from_:
+            arriving = torch.empty(len(from_), dtype=torch.int64, device=device)
+            self._stamps.setdefault(stage, []).append(arriving)
+            operations += [self._point(dist.irecv, arriving[i : i + 1], peer) for i, peer in enumerate(from_)]
+        if to:
+            mine = torch.full((1,), self.this.stamp, dtype=torch.int64, device=device)
+            self._own_stamps.append(mine)
+            operations += [self._point(dist.isend, mine, peer) for peer in to]
+        return operations
+
+    def _mixed_up(self, stage: int) -> str:
+        """Return the message of the device's assertion, which has at most 255 characters."""
+        return f"flexcp: ranks are out of step: messages of another call arrived in {self.this.where(stage)}"[:255]
+
+    def _point(self, kind: Callable[..., dist.Work | None], message: Tensor, peer: int) -> dist.P2POp:
+        """Return the operation that sends or receives a tensor."""
+        return dist.P2POp(kind, message, group=self.wire.group, group_peer=peer)
 
     def _operation(
         self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
     ) -> dist.P2POp:
-        return dist.P2POp(
-            kind, messages[part.peer][part.start : part.stop], group=self.wire.group, group_peer=part.peer
-        )
+        """Return the operation that sends or receives one range of a message."""
+        return self._point(kind, messages[part.peer][part.start : part.stop], part.peer)
 
 
 @dataclass(frozen=True)
 class _Leg:
-    """One side of a message: with whom, in which stage, which way."""
+    """One posted send or receive: the peer, the stage, and whether it sends."""
 
     peer: int
     stage: int
@@ -206,8 +249,8 @@ _Legs = list[tuple[_Leg, dist.Work]]
 
 
 class HostExchange(Exchange):
-    """Calls between CPU ranks, every wait with a time limit.
-    Tests slow it down by overriding ``send`` and ``receive``.
+    """Calls between CPU ranks, by gloo; every wait has a time limit. Tests slow it down by overriding ``send`` and
+    ``receive``.
     """
 
     own_collectives = False
@@ -238,7 +281,7 @@ class HostExchange(Exchange):
         courier = self._couriers.pop(stage, None)
         if courier is not None:
             courier.join(self._patience)
-            if courier.is_alive():  # in a wait of its own, begun before this one; it is left behind
+            if courier.is_alive():  # it is still in a wait of its own, and is abandoned
                 raise self._error(self._waiting_for[stage], f"not done within {self._patience:g} s")
             if self._broken is not None:
                 raise self._broken
@@ -252,19 +295,19 @@ class HostExchange(Exchange):
             self._wait(legs, deadline)
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send a message."""
+        """Start to send a message to a peer."""
         work = dist.isend(message, group=self.wire.group, tag=tag, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive a message."""
+        """Start to receive a message from a peer."""
         work = dist.irecv(message, group=self.wire.group, tag=tag, group_src=peer)
         assert work is not None
         return work
 
     def _carry(self, stage: int, calls: tuple[Call, ...], messages: tuple[dict[int, Tensor], ...]) -> None:
-        """The courier's way: every call when the one before it is done."""
+        """Post the second and later calls of a stage, each when the one before it is done; runs in the courier."""
         try:
             for call in calls[1:]:
                 deadline = time.monotonic() + self._patience
@@ -272,10 +315,11 @@ class HostExchange(Exchange):
                 self._wait(self._sending[stage], deadline)
                 self._post(stage, call, messages)
             self._wait(self._receiving[stage], time.monotonic() + self._patience)
-        except Exception as error:  # raised where the pass waits for it
+        except Exception as error:  # ``arrived`` raises it
             self._broken = error
 
     def _post(self, stage: int, call: Call, messages: tuple[dict[int, Tensor], ...]) -> None:
+        """Start all receives and sends of one call."""
         tag = self.this.tag(stage, call.number)
         receiving, sending = self._receiving[stage], self._sending[stage]
         sides = ((self.receive, call.receives, receiving), (self.send, call.sends, sending))
@@ -290,7 +334,7 @@ class HostExchange(Exchange):
                     self.wire.sent[part.peer] += part.stop - part.start
 
     def _wait(self, posted: _Legs, deadline: float) -> None:
-        """Until all of these are done, however many they are, before the deadline; they are forgotten then."""
+        """Wait until all posted sends or receives are done, at most until the deadline, and empty the list."""
         for leg, work in posted:
             self._waiting_for[leg.stage] = leg
             try:
@@ -300,11 +344,11 @@ class HostExchange(Exchange):
         posted.clear()
 
     def _error(self, leg: _Leg, reason: str) -> ExchangeError:
-        """What to raise: who, where, why, and what the others say."""
+        """Leave a note and return the error to raise: the peer, the stage, the reason, and the notes of other ranks."""
         wish = f"send to rank {leg.peer}" if leg.sends else f"receive from rank {leg.peer}"
         text = f"could not {wish} in {self.this.where(leg.stage)}"
         limit = f"{self._patience:g} s (of {self.wire.timeout.total_seconds():g} s, the rest is for asking why)"
-        # Of gloo's words only the first sentence says something, after the place in its source.
+        # Keep only the first sentence of gloo's message, without the source location in front of it.
         words = re.sub(r"^\[[^]]*\] ", "", reason).split(". ")[0]
         why = f"nothing within {limit}" if "Timed out" in reason or "not done" in reason else words
         notes, said = self.wire.notes, ""
@@ -319,5 +363,5 @@ class HostExchange(Exchange):
 
 
 def transport_for(device: torch.device, host: type[HostExchange] = HostExchange) -> type[Exchange]:
-    """The transport of messages that lie on this device; tests put another ``host``."""
+    """Return the transport for messages that lie on this device; ``host`` is the one for CPU tensors."""
     return host if device.type == "cpu" else DeviceExchange

@@ -1,44 +1,48 @@
-"""Kernels: attention of a work list on one device.
+"""Kernels: compute the attention of a work list on one device.
 
-Every kernel is a module with the same functions, over *slices* in the rows of its arguments (T tokens, H query heads, G
-KV heads, D and V head sizes; the H / G query heads of a KV head are neighbours):
+Every kernel is a module with the same functions. A *slice* refers to rows of the arguments; a *work list* (or *list*)
+is what a kernel makes of the slices of one call. Shape letters: T tokens, H query heads, G KV heads, D and V head sizes
+of keys and values. The H / G query heads that share a KV head are adjacent.
 
     prepare(slices, heads, kv_heads, head_dim, v_head_dim, device) -> work
-        the slices ``[n, 6]`` as the kernel's own work list, on the device: made once, used by every layer and both
-        directions
+        Make the work list of the slices ``[n, 6]`` on the device. It is made once and used by every layer and both
+        directions.
     forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH)
-        adds the slices' attention to a running output and LSE (accumulator dtype; start with zeros and -inf)
+        Add the attention of the slices to a running output and LSE (accumulator dtype; they start at zero and -inf).
     backward(q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, work, settings, dq_THD, dk_TGD, dv_TGV)
-        adds the slices' gradients, from the complete LSE and delta = rowsum(do * out) - dlse
+        Add the gradients of the slices, given the complete LSE and delta = rowsum(do * out) - dlse.
     supports(device, dtype, head_dim, v_head_dim) -> str | None
-        why the kernel cannot run such tensors, naming what it can run; None when it can
+        Return why the kernel cannot run such tensors, naming what it can run; None if it can.
 
-Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``:
-``out`` and ``lse`` of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may
-be in the model's dtype (``lse`` not).
+Arguments may be views of some heads of larger tensors. A module with ``FRESH = True`` also accepts ``settings.fresh``:
+then ``out`` and ``lse`` of the forward and ``dq`` of the backward are uninitialised memory that is written and not
+added to, and ``out`` and ``dq`` may be in the model's dtype.
 
-A module whose ``FINISHES`` is True takes more arguments, for rows that a list is the first or the last to add to:
+A module with ``FINISHES = True`` takes more arguments, for rows that a list is the first or the last to add to (it
+*begins* or *finishes* them):
 
     prepare(..., begins=rows, finishes=rows)
-        runs of rows ``[n, 2]``, ascending, that this list begins and finishes
+        Ranges of rows ``[n, 2]``, ascending, that this list begins and finishes.
     forward(..., finished_THV=rounded)
-        writes the rows that the list finishes, with all that was added to them before, to ``rounded``, in the model's
-        dtype, and not to ``out``; ``out`` and ``lse`` may hold anything in the rows that it begins. Without it both
-        begin as everywhere else, and rows stay in ``out``
+        Write the rows that the list finishes, including everything added to them before, to ``rounded`` in the model's
+        dtype instead of to ``out``. ``out`` and ``lse`` may be uninitialised in the rows that the list begins. Without
+        this argument, ``begins`` and ``finishes`` have no effect on results.
 
-A module may have a function for a dq that several lists add to one after the other, and nobody else:
+A module may have a function for a dq to which only its own work lists add, one after the other:
 
     close_dq(dq_THD, settings)
-        with ``settings.open_dq`` a backward may leave ``dq`` in an order and scale of its own, which is the same for
-        every list of a model and for views of some heads; this turns it into the gradient, in place, once, before
-        anybody else reads it or adds to it; with ``finished_THD`` (a module whose ``FINISHES`` is True) it writes it
-        there, in the model's dtype
+        With ``settings.open_dq``, backwards may leave dq *open*, in an order and scale of the kernel's own, which is
+        the same for all lists of a model and for views of some heads. This function turns an open dq into the gradient,
+        in place. Call it once, before anything else reads dq or adds to it. With ``finished_THD`` (only if
+        ``FINISHES``) the gradient is written there instead, in the model's dtype.
 
-And one for a list whose rows nobody else adds to, each of which sees a key:
+And a module may have a function for a single list that touches every query row and whose results nothing else adds to:
 
     backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype
-        from the gradient of the output (:class:`flexcp.executor.kernels.sinks_and_delta.OutputGradient`), delta
-        included
+        Compute the gradients, and delta too, from the gradient of the output
+        (:class:`flexcp.executor.kernels.sinks_and_delta.OutputGradient`).
+
+In the files of GPU kernels a *program* is what Triton calls so: one block of GPU threads, not the program of a rank.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -57,7 +62,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 NO_ROWS: Ints = np.zeros((0, 2), np.int64)
-"""What a list begins and finishes unless it is said."""
+"""No rows: the default of ``begins`` and ``finishes``."""
 
 HOMES = {
     "cpu": "cpu",
@@ -68,7 +73,7 @@ HOMES = {
     "fa4": "fa4",
     "stock": "stock",
 }
-"""Kernels by name, and the module of this package each lives in."""
+"""The kernels by name, and the module of this package that holds each."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +83,19 @@ class Settings:
     scale: float
     softcap: float | None = None
     deterministic: bool = False
-    """Bitwise the same gradients in every run."""
+    """Whether gradients must be bitwise the same in every run."""
     sm_margin: int = 0
-    """Multiprocessors left to others (communication kernels) by kernels that would otherwise take all."""
+    """Multiprocessors that the kernel leaves free, for communication kernels."""
     fresh: bool = False
-    """Results of queries (output, LSE, dq) are empty memory, and the slices touch every row of them. Write, do not add.
+    """Whether output, LSE and dq are uninitialised memory, to be written and not added to. The slices then touch every
+    row of them.
     """
     open_dq: bool = False
-    """dq may be left to the kernel's ``close_dq`` to finish."""
+    """Whether dq may be left open, for the kernel's ``close_dq`` to finish."""
 
 
 class Kernel(Protocol):
-    """A module with the functions described above."""
+    """A kernel module, with the functions that the docstring of this package describes."""
 
     prepare: Callable[..., Any]
     forward: Callable[..., None]
@@ -98,12 +104,14 @@ class Kernel(Protocol):
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results are kept in: float32, or float64 for float64 inputs."""
+    """Return the dtype of partial results for inputs of ``dtype``: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial attentions of the same rows as one. Rows that neither has seen (LSE -inf) stay zero."""
+    """Merge two partial attentions of the same rows and return output and LSE. Rows that see no key in either (LSE
+    -inf) stay zero.
+    """
     total = torch.logaddexp(lse, more_lse)
     seen = torch.where(total == -torch.inf, 0.0, total)
     weight, more_weight = torch.exp(lse - seen), torch.exp(more_lse - seen)
@@ -111,28 +119,35 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple
 
 
 def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Add a partial attention of the same rows to ``out`` and ``lse``, in their dtypes."""
+    """Merge a partial attention of the same rows into ``out`` and ``lse``, in place."""
     total_out, total_lse = merge(out, lse, more_out, more_lse)
     out.copy_(total_out)
     lse.copy_(total_lse)
 
 
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device; to a GPU through pinned memory, so that the host does not wait."""
+    """Return an array as a tensor on the device; a GPU copies it from pinned memory, so the host does not wait."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which ``device`` is the current one: Triton launches on the current device and its stream,
+    wherever its arguments are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed here."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def find_kernel(name: str) -> Any:
-    """The kernel module of that name."""
+    """Return the kernel module with this name; raise ValueError if there is none."""
     if name not in HOMES:
         raise ValueError(f"unknown kernel {name!r}; known kernels are {', '.join(HOMES)}")
     return importlib.import_module(f"flexcp.executor.kernels.{HOMES[name]}")

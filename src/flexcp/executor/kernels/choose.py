@@ -1,15 +1,15 @@
-"""Choose: which kernel runs, and why. A function one can read, print and override.
+"""Choose: select the kernel that runs, and say why. The first kernel of this table that supports the tensors is used:
 
-    CPU tensors                   cpu      plain torch
-    CUDA, Hopper, where it can    fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
-                                  cute     CuTe DSL, if installed (flexcp[cute])
-                                  hopper   Gluon, needs nothing but Triton
-    CUDA from Ampere on           triton   head sizes that are multiples of 8 up to 256, and float32
-    any other device              cpu      plain torch runs anywhere
+    CPU tensors           cpu      plain torch
+    CUDA, Hopper          fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
+                          cute     CuTe DSL, if installed (flexcp[cute])
+                          hopper   Gluon, needs nothing but Triton
+    CUDA, Ampere or newer triton   head sizes that are multiples of 8 up to 256, and float32
+    any other device      cpu      plain torch runs anywhere
 
-``stock`` and ``reference`` run only when asked for: the first is for GPUs on which torch's own kernels were measured to
-be faster (:func:`flexcp.fastest_kernel` measures), the second for tests. Where the GPU kernels cannot run, this raises
-and says what they can; nothing falls back in silence to something slow.
+``stock`` and ``reference`` run only by ``kernel=``: ``stock`` is for GPUs on which torch's own kernels are faster
+(:func:`flexcp.fastest_kernel` measures that), ``reference`` is for tests. If no GPU kernel supports the tensors,
+:func:`choose_kernel` raises and says what they support; it never falls back silently to a slow kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def choose_kernel(
     v_head_dim: int | None = None,
     kernel: str | None = None,
 ) -> Choice:
-    """The kernel for such tensors; ``kernel`` overrides the choice and is checked."""
+    """Return the kernel for tensors like these, and the reason. ``kernel`` overrides the choice.
+
+    Raises NotImplementedError if no kernel, or not the given one, supports them.
+    """
     device = torch.device(device)
     sizes = (head_dim, head_dim if v_head_dim is None else v_head_dim)
     if kernel is not None:
@@ -74,7 +77,7 @@ def choose_kernel(
 
 
 def _instead(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str:
-    """Which kernel would run such tensors where none is asked for, as the end of a sentence."""
+    """Return the sentence that names the kernel which would run without ``kernel=``; "" if none would."""
     try:
         return f". Without kernel= the {choose_kernel(device, dtype, head_dim, v_head_dim).kernel} kernel runs"
     except NotImplementedError:
@@ -82,12 +85,12 @@ def _instead(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 def why_not(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Why a kernel cannot run such tensors; None when it can."""
+    """Return why a kernel cannot run tensors like these; None if it can."""
     if kernel in NEED_TRITON and not has_triton():
         return "Triton is not installed (pip install triton)"
     try:
         module = find_kernel(kernel)
-    except ImportError as error:  # no CuTe DSL, or this Triton has no Gluon or one of another age
+    except ImportError as error:  # there is no CuTe DSL, or Triton has no Gluon or another version of it
         way = f" (pip install flexcp[{kernel}])" if kernel in EXTRAS else ""
         return f"it cannot be imported here ({error}){way}"
     refusal: str | None = module.supports(device, dtype, head_dim, v_head_dim)

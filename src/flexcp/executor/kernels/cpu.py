@@ -1,9 +1,9 @@
-"""The CPU kernel: tiles of rows against exactly the keys they see.
+"""The CPU kernel: attention in plain torch, by tiles of rows and the keys that they see.
 
-Each slice is cut into tiles of rows; a tile reads only the keys between its first row's first and its last row's last,
-and masks only where the band's edge crosses it. Query heads that share a KV head are stacked into one matrix product. A
-tile is computed one precision above its inputs (float32 in float64): CPU ranks are there to be believed. Plain torch,
-so it also runs on a GPU, where it is correct and slow.
+Each slice is cut into tiles of rows. A tile reads the keys from the first key that its first row sees to the last key
+that its last row sees, and is masked only if the edge of the band crosses it. Query heads that share a KV head are
+stacked into one matrix product. A tile is computed one precision above its inputs (float32 in float64), because CPU
+ranks serve as a check for other kernels. The kernel also runs on a GPU, where it is correct and slow.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from flexcp.executor.kernels.masked_product import seen_product
 
 FRESH = False
 TILE_LOGITS = 1 << 21
-"""Logits of one tile: large enough for fast matrix products, small enough for the cache's sake."""
+"""The most logits of one tile: enough for fast matrix products, and few enough for the cache."""
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Everything, everywhere."""
+    """Return None: this kernel runs any tensors on any device."""
     return None
 
 
 def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> Ints:
-    """The slices are the work list."""
+    """Return the slices, which are this kernel's work list."""
     return slices
 
 
@@ -65,14 +65,14 @@ def backward(
         s_GRK, slope, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)
         p_GRK = torch.exp(s_GRK - _stacked(lse_TH[rows, :, None], groups, work))
         do_GRV = _stacked(do_THV[rows], groups, work)
-        # Rounded like delta before they are subtracted, so that a row with one key has a gradient of exactly zero.
+        # Round dP like delta before the subtraction, so that a row with one key has a gradient of exactly zero.
         dp_GRK = (do_GRV @ _by_group(v_TGV[keys], work).transpose(1, 2)).to(delta_TH.dtype)
         change = (dp_GRK - _stacked(delta_TH[rows, :, None], groups, delta_TH.dtype)).to(work)
         ds_GRK = p_GRK * change * settings.scale
         if slope is not None:
             ds_GRK = ds_GRK * slope
         turned = None
-        if hidden is not None:  # zero already, unless a row's LSE, a value or a gradient is not finite
+        if hidden is not None:  # these are zero already, unless a row's LSE, a value or a gradient is not finite
             p_GRK, ds_GRK, turned = p_GRK.masked_fill(hidden, 0.0), ds_GRK.masked_fill(hidden, 0.0), hidden.T
         dq_THD[rows] += _heads_last(seen_product(ds_GRK, hidden, _by_group(k_TGD[keys], work)), heads)
         q_GRD = _stacked(q_THD[rows], groups, work)
@@ -81,7 +81,7 @@ def backward(
 
 
 def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, int] | None]]:
-    """(rows, keys, band relative to them or None when no edge crosses) covering every slice."""
+    """Yield the tiles of all slices: (rows, keys, the band relative to them, or None if all rows see all keys)."""
     for q0, q1, k0, k1, lo, hi in slices.tolist():
         row = q0
         while row < q1:
@@ -97,8 +97,8 @@ def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, 
 def _logits(
     q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Masked logits, the derivative of the softcap, and which pairs are hidden ``[head in group x row, key]``;
-    None for neither.
+    """Return the masked logits, the derivative of the softcap (None without one), and the hidden pairs ``[head in group
+    x row, key]`` (None if there are none).
     """
     groups, work = k.shape[1], _working_dtype(k.dtype)
     s_GRK = _stacked(q, groups, work) @ _by_group(k, work).transpose(1, 2) * settings.scale
@@ -114,22 +114,25 @@ def _logits(
 
 
 def _working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a tile is computed in: one step above its inputs, so that its own rounding is far below theirs."""
+    """Return the dtype in which a tile is computed: one step above its inputs, so that its rounding is far below
+    theirs.
+    """
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _by_group(x_TGD: Tensor, work: torch.dtype) -> Tensor:
+    """Return ``[group, row, D]`` in the working dtype."""
     return x_TGD.transpose(0, 1).to(work)
 
 
 def _stacked(x_THD: Tensor, groups: int, work: torch.dtype) -> Tensor:
-    """``[group, head in group x row, D]``."""
+    """Return ``[group, head in group x row, D]`` in the working dtype."""
     split: Tensor = x_THD.to(work).unflatten(1, (groups, -1))
     return split.permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _heads_last(x_GRD: Tensor, heads: int) -> Tensor:
-    """Undo :func:`_stacked`: ``[row, head, D]``."""
+    """Undo :func:`_stacked` and return ``[row, head, D]``."""
     groups = x_GRD.shape[0]
     split: Tensor = x_GRD.unflatten(1, (heads // groups, -1))
     return split.permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,12 +1,13 @@
-"""FlashAttention-4 for lists it is faster on, the CuTe kernel for all others (``flexcp[fa4]``).
-Same interface as every kernel.
+"""The fa4 kernel: FlashAttention-4 for the work lists on which it is faster, the CuTe kernel for all others
+(``flexcp[fa4]``). It has the interface of :mod:`flexcp.executor.kernels`.
 
-A list that :mod:`fa4_lists` calls simple is one call of FlashAttention-4. Which kernel runs it is decided when the list
-is made, for each direction, by prices; nothing is timed during training. Everything else is the CuTe kernel's: other
-lists, results that others add to, a softcap, an SM margin, deterministic gradients, the forward under sinks.
+A *simple* list (:mod:`flexcp.executor.kernels.fa4_lists`) can be one call of FlashAttention-4. Which kernel runs it is
+decided for each direction when the list is made, by estimated cost; nothing is timed during training. The CuTe kernel
+computes everything else: other lists, results that several lists add to, calls with a softcap, an SM margin or
+deterministic gradients, and forwards with sinks.
 
-FlashAttention-4 is a pre-release, and its functions that take and return an LSE are not public. :func:`supports` looks
-whether they have the parameters that are used here, and says so where they do not.
+FlashAttention-4 is a pre-release, and its functions that take and return an LSE are not public. :func:`supports` checks
+that they have the parameters which are used here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ useful_share = cute_kernel.useful_share
 
 
 class Fa4Work(CuteWork):
-    """A work list that knows whether FlashAttention-4 is to run it, in which direction."""
+    """A work list that knows whether FlashAttention-4 runs it, forward and backward (``foreign``)."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Fa4Work(CuteWork):
             self.longest = [int(np.diff(x).max()) for x in at]
 
     def call(self, q: Tensor, k: Tensor, backward: bool, settings: Settings) -> dict[str, Any] | None:
-        """How FlashAttention-4 is called on these tensors; None where it is not."""
+        """Return the keyword arguments of the FlashAttention-4 call on these tensors; None if the CuTe kernel runs."""
         if self.form is None or not self.foreign[backward] or settings.softcap is not None or settings.sm_margin:
             return None
         if (len(q), len(k)) != (int(self.form.rows_at[-1]), int(self.form.keys_at[-1])):
@@ -79,13 +80,13 @@ class Fa4Work(CuteWork):
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    """Return why this kernel cannot run tensors like these, naming what it can run; None if it can."""
     return cute_kernel.supports(device, dtype, head_dim, v_head_dim) or _missing()
 
 
 @cache
 def _missing() -> str | None:
-    """What is used here that the installed FlashAttention-4 does not have."""
+    """Return a message on what the installed FlashAttention-4 lacks; None if it has all that is used here."""
     try:
         functions = _functions()
     except (ImportError, AttributeError) as error:
@@ -99,6 +100,7 @@ def _missing() -> str | None:
 
 @cache
 def _functions() -> tuple[Any, Any]:
+    """Return FlashAttention-4's forward and backward functions."""
     from flash_attn.cute import interface
 
     return interface._flash_attn_fwd, interface._flash_attn_bwd
@@ -114,7 +116,7 @@ def prepare(
     begins: Ints = NO_ROWS,
     finishes: Ints = NO_ROWS,
 ) -> Fa4Work:
-    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -131,8 +133,8 @@ def forward(
     lse_TH: Tensor,
     finished_THV: Tensor | None = None,
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with
-    ``settings.fresh`` write all of it.
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them. Rows that the list
+    finishes are written to ``finished``, if given.
     """
     call = work.call(q_THD, k_TGD, False, settings) if settings.fresh and out_THV.dtype == q_THD.dtype else None
     if call is None:
@@ -156,7 +158,7 @@ def backward_alone(
     work: Fa4Work,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the model's dtype, of slices that touch every query."""
+    """Return dq, dk and dv in the model's dtype; the slices must touch every query row."""
     call = work.call(q_THD, k_TGD, True, settings)
     if call is None:
         return cute_kernel.backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings)
@@ -168,10 +170,11 @@ def backward_alone(
 
 
 def _batched(work: Fa4Work, *tensors: Tensor) -> list[Tensor]:
-    """A batch of one where the list is one document."""
+    """Add a batch dimension of 1 to each tensor if the list is one document; several documents need none."""
     assert work.form is not None
     return list(tensors) if len(work.form.rows_at) > 2 else [x[None] for x in tensors]
 
 
 def _by_head(work: Fa4Work, rows_TH: Tensor) -> Tensor:
+    """Return statistics in the layout of FlashAttention-4, float32 ``[heads, rows]``."""
     return _batched(work, rows_TH.float().T.contiguous())[0]

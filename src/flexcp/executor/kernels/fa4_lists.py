@@ -1,8 +1,8 @@
-"""Lists for FlashAttention-4: *simple* ones, which it runs in one call,
-and whether it is the faster kernel for them. Integers only.
+"""FA4 lists: which work lists FlashAttention-4 can run in one call, and whether it is faster than the CuTe kernel.
 
-A list is simple where its slices are whole documents one behind the other, in rows and in keys, all causal, all full,
-or all under one window. What a kernel takes for it is counted in blocks and tiles, at prices fitted to both kernels.
+A list is *simple* if its slices are whole documents, one after the other in rows and in keys, that are all causal, all
+full, or all under one window. The time of a kernel on it is estimated by counting blocks and tiles, at prices that were
+fitted to both kernels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ BLOCK = 128
 OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
 ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
 DOCUMENTS_PRICES = ((0.91, 3.95, 0.0), (1.0, 7.4, 2700.0))
-"""Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128
-queries and keys of one head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe
-kernel. Set by hand so that they give the ratios of eight workloads on an H200.
+"""Prices of the CuTe kernel, and of FlashAttention-4 on one document and on several documents. Each is (forward,
+backward), and each direction has the price of a block (128 queries x 128 keys of one head), the extra price of a tile
+of 128 queries, and the price of a call, in blocks of the CuTe kernel. They were set by hand to match the measured
+ratios of eight workloads on an H200.
 """
 HOST_BLOCKS = (32_000.0, 12_000.0)
-"""What the GPU computes, forward and backward, while the host makes one call of FlashAttention-4: some 400 microseconds
-on an H200's host, where the CuTe kernel's call takes 60. Less work than that would wait for the host.
+"""How many blocks the GPU computes, forward and backward, while the host makes one call of FlashAttention-4. Such a
+call takes some 400 microseconds on the host of an H200, one of the CuTe kernel 60. With less work the GPU would wait
+for the host.
 """
 
 
 @dataclass(frozen=True)
 class Form:
-    """A simple list: documents by their borders in rows and keys,
-    and the window they share (None: no limit on that side).
+    """A simple list: the borders of its documents in rows and keys, and the window that they share (None: no limit on
+    that side).
     """
 
     rows_at: Ints
@@ -44,16 +46,16 @@ class Form:
 
     @property
     def window(self) -> dict[str, Any]:
-        """The mask as FlashAttention-4 takes it."""
+        """The mask as keyword arguments of FlashAttention-4."""
         if self.left is None and self.right == 0:
             return {"causal": True}
         return {"causal": False, "window_size_left": self.left, "window_size_right": self.right}
 
 
 def form_of(slices: Ints) -> Form | None:
-    """The list as one call of FlashAttention-4, or None.
+    """Return the slices as one call of FlashAttention-4, or None if the list is not simple.
 
-    Its windows count from the diagonal through a document's last row and last key.
+    FlashAttention's windows count from the diagonal through a document's last row and last key.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]
@@ -63,7 +65,7 @@ def form_of(slices: Ints) -> Form | None:
     if (slices[1:, [Q0, K0]] != slices[:-1, [Q1, K1]]).any():
         return None
     diagonal = slices[:, K1] - slices[:, Q1]
-    # What a side must reach for its limit to cut nothing.
+    # For the left and the right side: the limit of each slice, and the limit from which on it hides nothing.
     sides = (
         (diagonal - slices[:, LO], diagonal - (slices[:, K0] - (slices[:, Q1] - 1))),
         (slices[:, HI] - diagonal, (slices[:, K1] - 1 - slices[:, Q0]) - diagonal),
@@ -80,7 +82,7 @@ def form_of(slices: Ints) -> Form | None:
 
 
 def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
-    """Whether FlashAttention-4 runs such a list in less time than the CuTe kernel: forward, backward."""
+    """Return whether FlashAttention-4 is estimated to be faster than the CuTe kernel: (forward, backward)."""
     counts = np.array([pairs / BLOCK**2 * heads, (-(-np.diff(form.rows_at) // BLOCK)).sum() * heads, 1.0])
     theirs = ONE_DOCUMENT_PRICES if len(form.rows_at) == 2 else DOCUMENTS_PRICES
     forward, backward = (

@@ -1,8 +1,8 @@
-"""Masked product: matrix products over the pairs that a mask lets see each other, and over no others.
+"""Masked product: a matrix product in which hidden pairs have no effect, not even by NaN or infinity.
 
-A kernel multiplies whole tiles and gives hidden pairs the weight zero. That is right for numbers, but zero times NaN is
-NaN: one bad row of values would reach every row of its tile, also rows that do not see it. The kernels in plain torch
-multiply by this function instead.
+A kernel multiplies whole tiles and gives hidden pairs the weight zero. That is right for finite numbers, but zero times
+NaN is NaN: one bad row of values would reach all rows of its tile, even those that do not see it. The kernels in plain
+torch use this function instead of a plain product.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def seen_product(weights: Tensor, hidden: Tensor | None, rows: Tensor) -> Tensor:
-    """``weights @ rows`` where the weights of ``hidden`` pairs are zero,
-    and stay without effect if ``rows`` holds NaN or infinity.
+    """Return ``weights @ rows``. The weights of ``hidden`` pairs must be zero; these pairs have no effect even if
+    ``rows`` holds NaN or infinity.
 
-    ``hidden`` is boolean in the shape of the weights, or broadcasts to it; None hides nothing.
+    ``hidden`` is boolean and broadcasts to the shape of the weights; None hides nothing.
     """
     if hidden is None or bool(torch.isfinite(rows).all()):
         return weights @ rows

@@ -1,7 +1,8 @@
-"""The reference kernel: plain torch, dense, one page. Slow, obvious, and what every faster kernel is compared with.
+"""The reference kernel: dense attention in plain torch on one page, slow and easy to check; tests compare every faster
+kernel with it.
 
-Products accumulate in the accumulator dtype; the probabilities are rounded to the inputs' dtype before they meet the
-values, as low-precision kernels do.
+Products accumulate in the accumulator dtype. Probabilities are rounded to the dtype of the inputs before they are
+multiplied with the values, as low-precision kernels do.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ FRESH = False
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Everything, everywhere."""
+    """Return None: this kernel runs any tensors on any device."""
     return None
 
 
 def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> Ints:
-    """The slices are the work list."""
+    """Return the slices, which are this kernel's work list."""
     return slices
 
 
@@ -60,7 +61,7 @@ def backward(
     do_HQV = _by_head(do_THV)
     dp_HQK = do_HQV @ _by_head(v_TGV).repeat_interleave(share, 0).transpose(1, 2)
     ds_HQK = p_HQK * (dp_HQK - delta_TH.T[..., None]) * slope_HQK * settings.scale
-    # Zero already, unless a row's LSE, a value or a gradient is not finite.
+    # Hidden pairs are zero already, unless a row's LSE, a value or a gradient is not finite.
     p_HQK, ds_HQK = (x.to(q_THD.dtype).to(x.dtype).masked_fill(hidden_QK, 0.0) for x in (p_HQK, ds_HQK))
     dq_THD += seen_product(ds_HQK, hidden_QK, _by_head(k_TGD).repeat_interleave(share, 0)).transpose(0, 1)
     dk_HKD = seen_product(ds_HQK.transpose(1, 2), hidden_QK.T, _by_head(q_THD))
@@ -70,11 +71,12 @@ def backward(
 
 
 def _by_head(x_THD: Tensor) -> Tensor:
+    """Return ``[head, row, D]`` in the accumulator dtype."""
     return x_THD.transpose(0, 1).to(accumulator_dtype(x_THD.dtype))
 
 
 def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Masked logits, the derivative of the softcap, and which pairs are hidden."""
+    """Return the masked logits, the derivative of the softcap, and a boolean matrix of the hidden pairs."""
     share = q_THD.shape[1] // k_TGD.shape[1]
     s_HQK = _by_head(q_THD) @ _by_head(k_TGD).repeat_interleave(share, 0).transpose(1, 2) * settings.scale
     slope_HQK = torch.ones_like(s_HQK)
@@ -86,7 +88,7 @@ def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> t
 
 
 def dense_mask(slices: Ints, queries: int, keys: int) -> Tensor:
-    """The slices as a boolean ``[queries, keys]`` matrix."""
+    """Return the pairs of the slices as a boolean matrix ``[queries, keys]``."""
     q, k = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     seen = torch.zeros(queries, keys, dtype=torch.bool)
     for *corners, lo, hi in slices.tolist():

@@ -1,8 +1,9 @@
-"""Row kernels: what happens to rows outside of attention on a GPU, in Triton: copies, sums, merges, and delta.
+"""Row kernels: Triton kernels that copy, add and merge rows of messages and shelves, and compute delta.
 
-The first three walk a table of runs, one program per run, over tensors taken as flat memory; a launch takes up to
-``PAIRS`` pairs of a source and a target, and each run names its pair. Tables and addresses are all they take, so no
-batch compiles anything new. Bytes are moved as integer words; reductions are in the target's dtype.
+The first three take a table of row runs (:mod:`flexcp.executor.run.row_moves`), with one program per run, over tensors
+seen as flat memory. A launch has up to ``PAIRS`` pairs of a source and a target tensor, and each run names its pair.
+The kernels take nothing but tables and addresses, so no batch makes them compile again. Bytes are moved as integer
+words; reductions are computed in the target's dtype.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,8 +24,8 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
-    """Copy runs of words; the table's columns are pair, from, to, length, rows, step from, step to,
-    ``longest`` the longest row.
+    """Copy row runs in words of ``word`` bytes. Each column of the table is a run: pair, from, to, length, rows, step
+    from, step to. ``longest`` is the longest row.
     """
     if table_7n.shape[1]:
         kind, wide = WORDS[word], 2 if word == 16 else 1
@@ -35,7 +36,9 @@ def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
 
 
 def add_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.dtype, longest: int, add: bool) -> None:
-    """Like :func:`copy_rows` in numbers of the given dtypes, added to what is there if ``add``."""
+    """Copy row runs like :func:`copy_rows`, counted in elements and converted from the source's to the target's dtype;
+    with ``add`` they are added to the target.
+    """
     if table_7n.shape[1]:
         block, kinds = _block(longest), (NUMBERS[source], NUMBERS[target])
         _move[(table_7n.shape[1],)](*_addresses(pairs), table_7n, *kinds, 1, add, block, num_warps=max(1, block // 256))
@@ -44,21 +47,20 @@ def add_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.
 def merge_rows(
     source: Tensor, target: Tensor, source_lse: Tensor, target_lse: Tensor, table_10n: Tensor, heads: int, width: int
 ) -> None:
-    """Outputs of ``width`` numbers a head merged by their LSEs.
+    """Merge rows of outputs, ``width`` elements per head, into the target by their LSEs.
 
-    A run is (rows, heads, then first number and step of source, target, source LSE, target LSE); ``heads`` is the most
-    of them.
+    Each column of the table is a run: rows, heads, then the first element and the step of source, target, source LSE
+    and target LSE. ``heads`` is the most heads of any run.
     """
     if table_10n.shape[1]:
         tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
         tensors = (source, target, source_lse, target_lse)
-        # One warp: every warp of a program would load the few LSEs of a row for itself, and a slow one after a fast one
-        # stored the new.
+        # One warp per program: with several, a slow warp could load a row's LSEs after a fast one has overwritten them.
         _merge[(table_10n.shape[1],)](*tensors, table_10n, width, tile, triton.next_power_of_2(width), num_warps=1)
 
 
 def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH: Tensor) -> None:
-    """``delta = rowsum(do * out) - dlse``."""
+    """Write ``rowsum(do * out) - dlse`` to ``delta``."""
     tokens, heads, width = out_THV.shape
     if tokens:
         do_THV, out_THV = (x if x.stride(2) == 1 else x.contiguous() for x in (do_THV, out_THV))
@@ -83,12 +85,13 @@ def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH
 
 
 def _block(longest: int) -> int:
+    """Return the block size of a launch by its longest row."""
     return int(min(LONGEST_BLOCK, max(128, triton.next_power_of_2(longest))))
 
 
 def _addresses(pairs: Pairs) -> list[int]:
-    """Where the tensors begin, repeated up to ``PAIRS`` pairs. Plain numbers:
-    tensors of every dtype share one compiled kernel.
+    """Return the addresses of the tensors as integers, filled up to ``PAIRS`` pairs. With integers, tensors of every
+    dtype share one compiled kernel.
     """
     found = [x.data_ptr() for pair in pairs for x in pair]
     return found + found[:2] * (PAIRS - len(pairs))

@@ -1,8 +1,8 @@
-"""Sinks and delta: what attention does to rows before and after its kernels, wherever the kernels ran.
+"""Sinks and delta: what attention does to a rank's own rows after the forward's kernels and before the backward's.
 
-A sink is one more logit per head that takes probability and gives no value. It is added at home, to the finished output
-and LSE, and its gradient follows from the LSE and ``delta = rowsum(do * out) - dlse``, which also holds the gradient of
-the LSE itself.
+A sink is one more logit per head that takes part in the softmax but has no value. It is added to the finished output
+and LSE on the rank that keeps the rows. Its gradient follows from the LSE and ``delta = rowsum(do * out) - dlse``,
+which also carries the gradient of the LSE.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from flexcp.executor.kernels import has_triton
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE with one more logit per head that brings no value."""
+    """Return output and LSE with one more logit per head, ``sinks``, that has no value."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
     return out * torch.exp(lse - _finite(total))[..., None], total
 
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """What comes back to attention: the gradients of its output and LSE, and the output they belong to.
+    """The gradients of an attention's output and LSE, and the output itself.
 
-    Delta is computed when somebody asks: a kernel that is given the output does it itself.
+    Delta is computed when it is first read: a kernel that takes the output computes delta by itself.
     """
 
     do: Tensor
     out: Tensor | None
-    """None where only ``known_delta`` is left of it."""
+    """None if ``known_delta`` replaces it."""
     dlse: Tensor | None
     dtype: torch.dtype
-    """Of delta."""
+    """The dtype of delta."""
     known_delta: Tensor | None = None
 
     @cached_property
@@ -47,12 +47,12 @@ class OutputGradient:
         return delta_of(self.do, self.out, self.dlse, self.dtype)
 
     def in_order(self, reorder: Callable[[Tensor], Tensor]) -> OutputGradient:
-        """The same with its rows reordered; of the output only delta, which is smaller."""
+        """Return the same gradient with reordered rows; delta, which is smaller, replaces the output."""
         return OutputGradient(reorder(self.do), None, None, self.dtype, reorder(self.delta))
 
 
 def delta_of(do: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``rowsum(do * out) - dlse`` in ``dtype``."""
+    """Return ``rowsum(do * out) - dlse`` in ``dtype``, ``[tokens, heads]``."""
     if do.device.type == "cuda" and has_triton():
         from flexcp.executor.kernels.row_kernels import delta_rows
 
@@ -64,14 +64,14 @@ def delta_of(do: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Each sink's probability times its logit's gradient, over this rank's rows.
+    """Return the gradient of each sink, summed over this rank's rows.
 
-    Summed in float64: one number a head from all rows, whose terms cancel.
+    The sum is taken in float64, because it is over all rows and its terms cancel.
     """
     terms = torch.exp(sinks.double() - _finite(lse).double()) * delta.double()
     return -terms.sum(0).to(sinks.dtype)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """An LSE to subtract: 0 for rows that see nothing, so that exp(-inf - 0) is 0 and not NaN."""
+    """Return the LSE with -inf replaced by 0 (rows that see no key), so that exp(-inf - LSE) is 0 and not NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)

@@ -1,18 +1,18 @@
-"""The stock kernel: torch's own FlashAttention for the slices it can express, the Triton kernel for the rest.
+"""The stock kernel: torch's own FlashAttention for the slices that it can express, and the Triton kernel for the rest.
 
-Every trimmed slice is a FlashAttention window: with its last row and last key aligned, as ``varlen_attn`` counts, row i
-sees keys from ``left`` before to ``right`` after. But one call has one window, and its sequences follow each other in
-rows *and* in keys. So slices of the same window are laid into *calls* in which both ascend; the gaps between them
-become sequences without keys or without rows. Calls too small to pay, and what does not fit into a few of them, are
-left to the Triton kernel. Results are merged by LSE.
+Every trimmed slice is a FlashAttention window: with the last row and the last key aligned, as ``varlen_attn`` counts,
+row i sees the keys from ``left`` before it to ``right`` after it. But one call has one window, and its sequences must
+follow each other in rows and in keys. So slices of the same window are arranged into *calls* in which both ascend; gaps
+between slices become sequences without keys or without rows. Calls that are too small, and those beyond the first
+``MOST_CALLS``, go to the Triton kernel. Results are merged by LSE.
 
-FlashAttention is the operator under ``torch.nn.attention.varlen``, whatever torch runs there: FA2, or FA3 and FA4 after
-``torch.nn.attention.activate_flash_attention_impl``. What its interface does not have goes to the Triton kernel whole:
-a softcap, and a deterministic backward. An SM margin has no effect on it.
+FlashAttention is the operator behind ``torch.nn.attention.varlen``: FA2, or FA3 or FA4 after
+``torch.nn.attention.activate_flash_attention_impl``. With a softcap or a deterministic backward, which its interface
+does not have, the Triton kernel computes everything. An SM margin has no effect on FlashAttention.
 
-The backward takes a foreign LSE, which makes partial attention possible, but computes ``delta`` itself, as rowsum(do *
-out). It is given ``out = delta * do / |do|^2``, for which that is delta; a row without ``do`` (only its LSE has a
-gradient) gets a tiny one. Gradients of a call come back rounded to the model's dtype.
+FlashAttention's backward takes the LSE as an argument, so partial attention is possible, but computes ``delta`` itself
+as rowsum(do * out). It is therefore given ``out = delta * do / |do|^2``, for which the result is delta; a row whose
+``do`` is zero (only its LSE has a gradient) gets a tiny ``do``. Gradients of a call are rounded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ RAGGED = "triton"
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16)
 SMALLEST_CALL = 1 << 20
-"""Pairs below which a call is not worth its launches and its merge."""
+"""The least pairs of a call; with fewer its launches and its merge cost more than they gain."""
 MOST_CALLS = 8
+"""The most calls of a work list."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Slices of one window, ascending in rows and keys, with FlashAttention's sequences and what they touch."""
+    """One call of FlashAttention: slices of one window, ascending in rows and keys.
+
+    ``rows_at`` and ``keys_at`` are the borders of its sequences, ``row_touched`` and ``key_touched`` say which rows and
+    keys are in a slice.
+    """
 
     window: tuple[int, int]
     slices: Ints
@@ -53,7 +58,9 @@ class Call:
 
 
 class WorkList:
-    """Slices as calls and a rest; the rest's and the whole's Triton lists are made when first needed."""
+    """Slices as FlashAttention calls and a rest for the Triton kernel. The Triton work lists of the rest (``ragged``)
+    and of all slices (``whole``) are made when they are first needed.
+    """
 
     def __init__(self, slices: Ints, sizes: tuple[int, int, int, int], device: torch.device) -> None:
         self.slices, self.sizes, self.device = slices, sizes, device
@@ -61,7 +68,7 @@ class WorkList:
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
     def calls(self, rows: int, keys: int) -> list[Call]:
-        """The calls over tensors of that many rows and keys."""
+        """Return the calls over tensors of so many rows and keys."""
         if (rows, keys) not in self._calls:
             made = [_call(window, slices, rows, keys, self.device) for window, slices in self.dense]
             self._calls[rows, keys] = made
@@ -77,7 +84,7 @@ class WorkList:
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """FlashAttention's limits, then those of the Triton kernel."""
+    """Return why FlashAttention or the Triton kernel cannot run tensors like these; None if both can."""
     if device.type != "cuda":
         return f"FlashAttention runs on CUDA tensors; these are on {device}"
     if dtype not in DTYPES:
@@ -145,7 +152,7 @@ def backward(
 
 
 def split(slices: Ints) -> tuple[list[tuple[tuple[int, int], Ints]], Ints]:
-    """((window, slices) of each call worth making, the slices left over)."""
+    """Return (window, slices) of each call that is worth making, and the slices that are left over."""
     rows, keys = slices[:, Q1] - slices[:, Q0], slices[:, K1] - slices[:, K0]
     left, right = slices[:, K1] - slices[:, Q1] - slices[:, LO], slices[:, HI] + slices[:, Q1] - slices[:, K1]
     left, right = np.where(left >= keys - 1, -1, left), np.where(right >= rows - 1, -1, right)
@@ -161,7 +168,7 @@ def split(slices: Ints) -> tuple[list[tuple[tuple[int, int], Ints]], Ints]:
 
 
 def _ascending(slices: Ints) -> list[Ints]:
-    """The slices dealt into as few lists as come easily, rows and keys ascending in each."""
+    """Split slices greedily into lists in which both rows and keys ascend."""
     lists: list[list[list[int]]] = []
     for row in slices[np.lexsort((slices[:, K0], slices[:, Q0]))].tolist():
         for some in lists:
@@ -174,7 +181,9 @@ def _ascending(slices: Ints) -> list[Ints]:
 
 
 def _call(window: tuple[int, int], slices: Ints, rows: int, keys: int, device: torch.device) -> Call:
-    """Sequences that cover all rows and all keys in order: gaps have rows without keys, or keys without rows."""
+    """Make a call whose sequences cover all rows and all keys in order; gaps become sequences without keys or without
+    rows.
+    """
     row, key, at = 0, 0, [(0, 0)]
     row_touched, key_touched = np.zeros(rows, bool), np.zeros(keys, bool)
     for q0, q1, k0, k1 in [*slices[:, [Q0, Q1, K0, K1]].tolist(), [rows, rows, keys, keys]]:
@@ -194,7 +203,7 @@ def _call(window: tuple[int, int], slices: Ints, rows: int, keys: int, device: t
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``[T, H, V]`` and LSE ``[H, T]`` of a call."""
+    """Run the forward of a call and return output ``[T, H, V]`` and LSE ``[H, T]``."""
     found = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -216,7 +225,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[T
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, call: Call, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a call from the complete LSE."""
+    """Run the backward of a call with the complete LSE and return dq, dk and dv."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         do,
@@ -240,7 +249,9 @@ def attend_backward(
 
 
 def stand_in(do_THV: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """(do, out) with rowsum(do * out) = delta; do is changed only where it is zero and delta is not."""
+    """Return (do, out) with rowsum(do * out) = delta; ``do`` is changed only in rows where it is zero and delta is
+    not.
+    """
     tiny = 2.0**-10 if do_THV.dtype == torch.float16 else 2.0**-40
     wide = do_THV.to(torch.float32, copy=True)
     square = wide.square().sum(-1)

@@ -1,19 +1,22 @@
-"""Tiles: a kernel's work list, made from slices on the host ahead of time. Integers only; no tensor.
+"""Tiles: cut slices into the tables of a GPU kernel's work list, on the host and ahead of time, as integers.
 
-A *tile* is a run of rows that one program computes, with all the keys its rows see: no row is in two tiles of a list,
-so a program owns its rows' results (unless long tiles are cut: :func:`split`, :func:`segment_list`). A tile's keys are
-a run of *entries*, one per slice that meets it, each walked in blocks of ``block`` keys from its first key on:
+A *tile* is a range of rows that one GPU program computes, with all keys that these rows see. No row is in two tiles of
+a list, so one program owns the results of a row (unless long tiles are split: :func:`split`, :func:`segment_list`). The
+keys of a tile are given by *entries*, one for each slice that overlaps the tile. A program walks each entry from its
+first key in blocks of ``block`` keys:
 
     k0 ........ full0 ........ full1 ........ k1        rows q0..q1 of the tile see key k when lo <= k - q <= hi
       edge blocks   clear blocks   edge blocks
 
-Clear blocks are seen by every row of the tile and need no mask; edge blocks are cut by the band, by the entry's rows,
-or by its last key. Tiles come longest first, so that a launch does not end with a long one.
+Every row of the tile sees all keys of a *clear* block, which needs no mask. *Edge* blocks are cut by the band, by the
+entry's rows, or by its last key. Tiles are sorted longest first, so that a launch does not end with a long one.
 
-Rows are cut where a slice begins or ends. Runs of rows shorter than a tile are joined, since a half-empty tile costs as
-much as a full one; the odd rows of a longer run make a tile of their own at the end that sees fewer keys.
+Rows are cut where a slice begins or ends. Adjacent ranges that together fit into a tile are joined, because a
+half-empty tile costs as much as a full one. If the rows of a longer range are no multiple of the tile height, the odd
+rows form a tile at that end of the range whose rows see fewer keys.
 
-The list of dk and dv is the same thing seen from the keys: :func:`transposed` slices.
+For dk and dv the roles are exchanged, and tiles are ranges of keys: the same functions are called with
+:func:`transposed` slices.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ NO_BORDERS: Ints = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class TileList:
-    """Tiles and their entries as int32 tables, the rows they cover, and how many blocks the kernel will walk, in all
-    and in the longest.
+    """Tiles and their entries as int32 tables (``TILE_COLUMNS``, ``ENTRY_COLUMNS``), the number of rows they cover, and
+    the number of blocks: clear and edge blocks of all tiles, and blocks of the longest tile.
     """
 
     tiles: NDArray[np.int32]
@@ -49,16 +52,16 @@ class TileList:
 
     @property
     def blocks(self) -> int:
-        """Blocks of all tiles."""
+        """The number of blocks of all tiles."""
         return self.clear_blocks + self.edge_blocks
 
 
 def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, borders: Ints = NO_BORDERS) -> TileList:
-    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``;
-    none has rows on both sides of one of ``borders``.
+    """Cut slices into tiles of at most ``height`` rows, with keys in blocks of ``block``. No tile has rows on both
+    sides of one of ``borders``.
 
-    Without ``odd_clear``, tiles of fewer rows have edge blocks only: for kernels that must mask the rows that are not
-    there.
+    Without ``odd_clear``, tiles of fewer than ``height`` rows have only edge blocks, for kernels that must mask the
+    missing rows.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]
@@ -80,12 +83,12 @@ def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, bor
 
 
 def useful(slices: Ints, made: TileList, pairs_per_block: int) -> float:
-    """Pairs of the slices over the pairs of all blocks that the list walks."""
+    """Return which fraction of the pairs in all blocks of a list are pairs of the slices."""
     return float(masks.area(slices).sum()) / max(1, made.blocks * pairs_per_block)
 
 
 def transposed(slices: Ints) -> Ints:
-    """The same pairs with queries and keys exchanged."""
+    """Return slices of the same pairs with queries and keys exchanged."""
     slices = slices.reshape(-1, 6)
     swapped = slices[:, [K0, K1, Q0, Q1, HI, LO]]
     swapped[:, [LO, HI]] *= -1
@@ -93,14 +96,15 @@ def transposed(slices: Ints) -> Ints:
 
 
 def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
-    """Rows of the tiles, ascending."""
+    """Return the first rows of the tiles and their last rows + 1, ascending."""
     at = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], borders]))
-    # Slices that begin at each cut less those that end there: how many cover the rows from this cut to the next.
+    # Slices that begin at each cut minus those that end there: the running sum counts slices over the rows up to the
+    # next cut.
     change = np.bincount(np.searchsorted(at, slices[:, Q0]), minlength=len(at))
     change -= np.bincount(np.searchsorted(at, slices[:, Q1]), minlength=len(at))
     seen = np.cumsum(change)[:-1] > 0
     start, stop = _joined(at[:-1][seen], at[1:][seen], height, set(borders.tolist()))
-    # The odd rows of a run go to the end whose row sees fewer keys.
+    # The odd rows of a range are a tile at the end whose row sees fewer keys.
     odd_first = (_keys_of(slices, start) < _keys_of(slices, stop - 1)) & ((stop - start) % height > 0)
     counts = -(-(stop - start) // height)
     run, number = spread(counts)
@@ -109,7 +113,7 @@ def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
 
 
 def _joined(start: Ints, stop: Ints, height: int, borders: set[int]) -> tuple[Ints, Ints]:
-    """Neighbouring runs joined while both are shorter than a tile and fit into one, and no border is between them."""
+    """Join adjacent ranges of rows that together fit into a tile, unless a border is between them."""
     runs: list[list[int]] = []
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
         if runs and runs[-1][1] == a and b - runs[-1][0] <= height and a not in borders:
@@ -121,7 +125,7 @@ def _joined(start: Ints, stop: Ints, height: int, borders: set[int]) -> tuple[In
 
 
 def _keys_of(slices: Ints, rows: Ints) -> Ints:
-    """How many keys each row sees (``rows`` ascending)."""
+    """Return how many keys each row sees (``rows`` ascending)."""
     which, row = overlaps(slices[:, Q0], slices[:, Q1], rows, rows + 1)
     q, s = rows[row], slices[which]
     keys = np.minimum(s[:, K1], q + s[:, HI] + 1) - np.maximum(s[:, K0], q + s[:, LO])
@@ -129,13 +133,13 @@ def _keys_of(slices: Ints, rows: Ints) -> Ints:
 
 
 def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
-    """The part of each slice in the rows of its tile, as ``ENTRY_COLUMNS``;
-    clear blocks in tiles of ``least`` rows or more.
+    """Return the part of each slice in the rows of its tile as ``ENTRY_COLUMNS``; only tiles of at least ``least`` rows
+    have clear blocks.
     """
     q0, q1 = np.maximum(slices[:, Q0], start), np.minimum(slices[:, Q1], stop)
     lo, hi = slices[:, LO], slices[:, HI]
     k0, k1 = np.maximum(slices[:, K0], q0 + lo), np.minimum(slices[:, K1], q1 + hi)
-    # Keys that the last row's lower and the first row's upper limit both allow are seen by all rows.
+    # All rows see the keys from the lower limit of the last row to the upper limit of the first row.
     full0 = k0 - (k0 - np.maximum(k0, q1 - 1 + lo)) // block * block
     full1 = k0 + (np.minimum(k1, q0 + hi + 1) - k0) // block * block
     none = (full0 >= full1) | (q0 > start) | (q1 < stop) | (stop - start < least)
@@ -145,11 +149,12 @@ def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> I
 
 @dataclass(frozen=True)
 class SegmentList:
-    """A tile list for kernels that walk a tile's blocks in one loop: entries cut into runs of blocks of one kind.
+    """A tile list for kernels that walk all blocks of a tile in one loop. Entries are cut into *segments*, ranges of
+    blocks that all need a mask or all do not.
 
-    ``tiles``: first row, last row + 1, first segment, blocks of the tile. ``segments``: first key, blocks, whether they
-    need the mask, lo, hi, end of the slice's keys, q0, q1; one more row of zeros ends the table, so that reading ahead
-    stays inside it.
+    Columns of ``tiles``: first row, last row + 1, first segment, number of blocks. Columns of ``segments``: first key,
+    number of blocks, whether they need the mask, lo, hi, end of the slice's keys, q0, q1. The table ends with a row of
+    zeros, so that a kernel may read one segment ahead.
     """
 
     tiles: NDArray[np.int32]
@@ -157,10 +162,10 @@ class SegmentList:
 
 
 def segment_list(made: TileList, block: int, longest: int | None = None, descending: bool = False) -> SegmentList:
-    """The segments of a tile list whose keys are in blocks of ``block``.
+    """Cut the entries of a tile list, whose keys are in blocks of ``block``, into segments.
 
-    Tiles of more than ``longest`` blocks become several with the same rows: for kernels that add their results to
-    memory. With ``descending`` a tile's last segment comes first: for kernels that walk from the last block to the
+    A tile of more than ``longest`` blocks becomes several tiles with the same rows, for kernels that add their results
+    to memory. With ``descending`` a tile's last segment comes first, for kernels that walk from the last block to the
     first.
     """
     k0, full0, full1, k1, lo, hi, q0, q1 = made.entries.astype(np.int64).T
@@ -169,7 +174,7 @@ def segment_list(made: TileList, block: int, longest: int | None = None, descend
     masked = np.broadcast_to(np.array([1, 0, 1]), counts.shape)
     rest = [np.broadcast_to(x[:, None], counts.shape) for x in (lo, hi, k1, q0, q1)]
     table = np.stack([starts, counts, masked, *rest], axis=-1)[counts > 0]
-    # All blocks on one axis, in the order of the table: a tile is an interval of it, and so is a part of a tile.
+    # Number all blocks in the order of the table: then a tile, or a part of one, is an interval of these numbers.
     total = offsets(counts.sum(axis=1))
     tiles = made.tiles.astype(np.int64)
     begin, size = total[tiles[:, 2]], total[tiles[:, 3]] - total[tiles[:, 2]]
@@ -196,8 +201,8 @@ def segment_list(made: TileList, block: int, longest: int | None = None, descend
 
 
 def split(made: TileList, block: int, longest: int) -> TileList:
-    """The same blocks in tiles of at most ``longest``: several tiles with the same rows,
-    for kernels that add to memory.
+    """Split tiles of more than ``longest`` blocks into several with the same rows, for kernels that add their results
+    to memory.
 
     Rows that are in several tiles count several times in ``rows``.
     """

@@ -1,3 +1,3 @@
-"""Losses over ranks: who divides and reduces them, labels that are checked,
-and the edges and log-probabilities of trees.
+"""Losses over ranks: check how a loss is divided and its gradients are reduced, check labels, and compute the losses
+and log-probabilities of trees.
 """

@@ -1,44 +1,48 @@
-"""Averaging: who averages a step's gradients over its ranks, as far as a step can see.
+"""Averaging: find out whether a DDP or FSDP2 module averages or sums a step's gradients over its ranks.
 
-Every rank holds a share of one loss, so gradients belong summed over the ranks of a step. Data parallel wrappers
-average them, which is right for a loss that was multiplied by the number of ranks (``gradients="averaged"``) and
-1/ranks of the gradient for one that was not. DistributedDataParallel says which module's forward is running, FSDP2
-keeps a state of each module it shards, and attention runs inside them, so the mistake can be named.
+Every rank holds a share of one loss, so gradients must be summed over the ranks of a step. Data-parallel wrappers
+average them instead. That is right for a loss that was multiplied by the number of ranks (``gradients="averaged"``);
+for other losses the gradient would be too small by the number of ranks. DistributedDataParallel tells which module's
+forward is running, FSDP2 keeps a state for each module that it shards, and attention runs inside these modules, so the
+mistake can be found. A forward that ended with an exception stays marked as running in FSDP2's state, so a model
+counts only if one of its modules is among the callers of attention.
 
-A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the
-user's own does what its author wants; torch's own hooks average.
+DDP does not average the gradients of a forward under ``no_sync``. A communication hook of the user's own may do
+anything, so it is not judged; torch's own hooks average.
 
-FSDP2 reduces gradients as it is set when they are made, and ``sum_gradients`` may be called after the loss was taken.
-So the backward looks once more at the modules that attention ran in.
+FSDP2 reduces gradients by its settings at the time of the backward, and ``sum_gradients`` may be called after the loss
+was computed. So the backward checks the modules that attention ran in again.
 
-A cross entropy that a user takes himself, by the usual mean over his rows, weighs every rank alike when gradients are
-averaged. That is the batch's gradient where all ranks hold as many labels, and another one where they do not. So a
-backward under a wrapper that averages, of a step whose ranks hold different numbers of tokens and of whose loss nobody
-said how it was divided, gets a warning. A loss that was divided rightly by hand looks the same, so the warning says
-what it does not know.
+If users compute a cross entropy themselves, as the usual mean over a rank's rows, averaged gradients weigh every rank
+the same. That is the batch's gradient only if all ranks hold the same number of labels. So there is a warning for a
+backward under a wrapper that averages, if the ranks hold different numbers of tokens and no loss of the step was
+reported. A loss that was divided correctly by hand looks the same, so the warning describes both cases.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.plan.placement import Placement
 
 Gradients = Literal["summed", "averaged"]
+"""What happens to gradients over the ranks of a step."""
 FsdpModule = Callable[[], Any]
-"""A weak reference to FSDP2's state of a module, as torch keeps it."""
+"""A weak reference to FSDP2's state of a module."""
 TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 def share_factor(gradients: Gradients, ranks: int) -> int:
-    """What a rank's share of the loss is multiplied by, so that gradients treated as said are those
-    of the whole batch.
+    """Return the factor of a rank's share of the loss, so that gradients that are summed or averaged over ranks, as
+    ``gradients`` says, are those of the whole batch.
     """
     if gradients not in ("summed", "averaged"):
         raise ValueError(
@@ -49,26 +53,26 @@ def share_factor(gradients: Gradients, ranks: int) -> int:
 
 
 class CountOfAllRanks(int):
-    """A count over all ranks of a batch, such as the loader's ``batch.valid``:
-    a number like any other, but never one rank's own.
+    """A count over all ranks of a batch, such as the loader's ``batch.valid``. It is an int whose type shows that it is
+    not one rank's own count.
     """
 
 
 def wrong_count(count: float, rows: int, ranks: int) -> str:
-    """What to say of a count that is not this rank's own."""
+    """Return the message for a count that is not this rank's own."""
     return (
         f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the "
-        f"counts of all {ranks} ranks. Pass this rank's own, (labels != -100).sum(), or divide by the batch's count "
-        "yourself: total / batch.valid, times the ranks where gradients are averaged, is the same share. Where a row "
-        "counts more than once, divide total and count by how often"
+        f"counts of all {ranks} ranks. Pass this rank's own count, (labels != -100).sum(), or divide by the batch's "
+        "count yourself: total / batch.valid, times the number of ranks if gradients are averaged, is the same share. "
+        "If every row counts more than once, divide total and count by how often it does"
     )
 
 
 def running_average(group: dist.ProcessGroup | None) -> str | None:
-    """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``,
-    if there is one.
+    """Return the name of the DDP wrapper whose forward is running and whose backward averages over ranks of ``group``;
+    None if there is none.
     """
-    # Names of torch's own: a release without them loses this check, not its attention.
+    # These names are internal to torch; if a release changes them, only this check is lost.
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
     wrapper = None if active is None else active()
     if wrapper is None or group is None or not wrapper.require_backward_grad_sync:
@@ -81,8 +85,8 @@ def running_average(group: dist.ProcessGroup | None) -> str | None:
 
 
 def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tuple[str | None, str | None]:
-    """Who averages and who sums the gradients of FSDP2's parameter groups over ranks of ``group``;
-    None where nobody does.
+    """Return two names for messages: of what averages, and of what sums, the gradients of FSDP2's parameter groups over
+    ranks of ``group``. Each is None if no group does so.
     """
     shared = set(dist.get_process_group_ranks(group))
     averaged = summed = None
@@ -97,25 +101,49 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
 
 
 def running_fsdp_modules() -> list[FsdpModule]:
-    """FSDP2's modules whose forward is running."""
-    # Names of torch's own: a release without them loses this check, not its attention. Modules of which nobody imported
-    # FSDP2 have none.
+    """Return the FSDP2 modules whose forward is running: those in that state whose model is among the callers.
+
+    A model is among the callers if any of its modules is: of modules that were compiled together, not all appear there.
+    """
+    # These names are internal to torch; if a release changes them, only this check is lost. If nothing imported FSDP2,
+    # there are no modules.
     known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
-    return [
-        m for m in (known or {}).values() if getattr(getattr(m(), "_training_state", None), "name", "") == "FORWARD"
+    found = [
+        (module, state)
+        for module, state in (known or {}).items()
+        if getattr(getattr(state(), "_training_state", None), "name", "") == "FORWARD"
     ]
+    if not found:
+        return []
+    callers = {id(module) for module in _calling_modules()}
+    running = {id(_model_of(state)) for module, state in found if id(module) in callers}
+    return [state for _, state in found if id(_model_of(state)) in running]
+
+
+def _model_of(state: FsdpModule) -> Any:
+    """Return the object that FSDP2's modules of one model share; the module's own state if torch has no such object."""
+    return getattr(state(), "_state_ctx", state())
+
+
+def _calling_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose methods are running in this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(caller := frame.f_locals.get("self"), nn.Module):
+            yield caller
+        frame = frame.f_back
 
 
 def reduction_of(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> tuple[str | None, str | None]:
-    """:func:`fsdp_reduction` of FSDP2's modules as they are set now."""
+    """Return :func:`fsdp_reduction` of FSDP2 modules by their present settings; (None, None) without a group."""
     if group is None:
         return None, None
     return fsdp_reduction([g for module in modules for g in getattr(module(), "_fsdp_param_groups", ())], group)
 
 
 def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False) -> str:
-    """What to say of shares that are said to be reduced one way and are reduced the other; ``late``:
-    since the loss was taken.
+    """Return the message for shares that were made for one reduction of gradients while ``who`` does the other;
+    ``late`` says that FSDP2's setting was changed after the loss was computed.
     """
     done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
     right = "averaged" if gradients == "summed" else "summed"
@@ -129,7 +157,7 @@ def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False)
 
 
 def uneven(placement: Placement) -> tuple[int, int] | None:
-    """The least and the most tokens of a rank, pads left out, where they differ."""
+    """Return the least and the most tokens of a rank, without pads; None if all ranks have the same number."""
     runs, real = placement.runs, placement.batch.tokens
     tokens = np.minimum(runs.stop, real) - np.minimum(runs.start, real)
     counts = [int(tokens[runs.rank == rank].sum()) for rank in range(placement.ranks)]
@@ -137,14 +165,14 @@ def uneven(placement: Placement) -> tuple[int, int] | None:
 
 
 def unsaid_loss(who: str, least: int, most: int) -> str:
-    """What to say of a backward of whose loss a step knows nothing,
-    under a wrapper that averages over ranks of different token counts.
+    """Return the warning for a backward whose loss was not reported, under a wrapper ``who`` that averages over ranks
+    with ``least`` to ``most`` tokens.
     """
     return (
         f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what "
         "this rank's loss was divided by. If it is the mean over this rank's own rows, the gradient is not the "
-        "batch's: tokens weigh more where few are. If it is this rank's sum / the labels of all ranks x ranks, the "
-        "gradient is right, and this warning ends where step.share(total, count, gradients='averaged') takes the same "
-        "share from this rank's sum and its own count of labels, or step.loss(logits, labels, gradients='averaged') "
-        "from its logits"
+        "batch's: tokens weigh more on ranks that hold few. If it is this rank's sum / the labels of all ranks x "
+        "ranks, the gradient is right; to end this warning, compute the same share by step.share(total, count, "
+        "gradients='averaged') from this rank's sum and its own count of labels, or by step.loss(logits, labels, "
+        "gradients='averaged') from its logits"
     )

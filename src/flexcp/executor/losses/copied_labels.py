@@ -1,13 +1,15 @@
-"""Copied labels: labels that are the tokens themselves, which teach a model to repeat what it is given.
+"""Copied labels: detect labels that are the tokens themselves, which teach a model to repeat its input.
 
-``step.loss`` shifts nothing, and no shape shows that labels were not shifted. But a step has seen streams of integers
-go by: those it was asked to shard, and the ids of models whose adapters say so. Labels that equal the model's ids
-wherever they count are a mistake. Inputs that were corrupted on purpose differ from their labels where these count.
+``step.loss`` does not shift labels, and shapes cannot show whether they were shifted. But a step sees streams of
+integers: those that it shards, and the token ids that the loader or a framework adapter reports. If the labels equal
+the model's ids wherever they count, they were not shifted. (Inputs that were corrupted on purpose differ from their
+labels where these count.)
 
-Ids that an adapter or the loader told are known to be ids. Of streams that were only sharded it is guessed: one that
-was sharded twice with the same values was once ids and once labels, unless it holds the successors of another stream,
-or numbers below 0, which are no ids; and one that is all that was ever sharded must have been the model's input, unless
-this rank could have taken its input otherwise.
+Reported ids are certain. Streams that were only sharded are judged by two rules. A stream that was sharded twice with
+the same values was once the ids and once the labels, unless it holds the next tokens of another sharded stream, or
+negative numbers, which cannot be ids. A stream that is the only one ever sharded must have been the model's input,
+unless this rank could have taken its input without the step. If it was not the input after all, then the input is not
+the plan's rows, which is a mistake too, so that warning names both.
 """
 
 from __future__ import annotations
@@ -20,23 +22,28 @@ from flexcp.batch import Batch
 from flexcp.executor.local_rows import next_tokens
 
 WARNING = (
-    "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat what "
-    "it is given. Labels are each token's successor in its document: take step.labels(tokens), or shard labels that "
-    "were shifted before"
+    "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat its "
+    "input. Labels are the next tokens inside each document: use step.labels(tokens), or shift labels before you shard "
+    "them"
+)
+INPUT_FROM_ELSEWHERE = (
+    ". Nothing else was sharded by this step: if these labels were shifted before, the model's input is not the "
+    "plan's rows. Take the input by step.shard too, or plan with layout='contiguous' if every rank cuts its own part "
+    "of the stream"
 )
 NONE = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A stream of integers and this rank's rows of it."""
+    """A stream of integers that was sharded, and this rank's rows of it."""
 
     stream: Tensor
     rows: Tensor
 
 
 class SeenTokens:
-    """What a step has seen of its tokens until the first loss; :meth:`copied` looks at it once and lets go of it."""
+    """The streams that a step has seen before its first loss; :meth:`copied` checks them once and releases them."""
 
     def __init__(self) -> None:
         self.done = False
@@ -45,12 +52,12 @@ class SeenTokens:
         self._others = False
 
     def given(self, ids: Tensor) -> None:
-        """Note this rank's ids, as a model got them."""
+        """Note the token ids that the model gets on this rank."""
         if not self.done:
             self._ids = ids
 
     def sharded(self, stream: Tensor, rows: Tensor) -> None:
-        """Note what was sharded."""
+        """Note a stream that was sharded, and this rank's rows of it."""
         if self.done:
             return
         if stream.dim() == 1 and not stream.is_floating_point() and not stream.is_complex():
@@ -59,33 +66,35 @@ class SeenTokens:
             self._others = True
 
     def indexed(self) -> None:
-        """Note that rows may have been taken by their numbers."""
+        """Note that the user asked for ``step.indices``, and may have taken rows of a stream by them."""
         self._others = True
 
-    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> bool:
-        """Whether labels are the tokens; ``own_cut`` says that this rank could have cut its input without asking the
-        step.
+    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> str | None:
+        """Return the warning to give if labels are the tokens themselves, else None. ``own_cut`` says that this rank
+        could have cut its input from the stream without the step.
         """
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded = True, None, []
         counted = (labels != ignore).cpu()
         kept = labels.cpu()[counted]
         if len(kept) < 2 or bool((kept == kept[0]).all()):
-            return False
+            return None
 
         def equal(rows: Tensor) -> bool:
             return len(rows) == len(labels) and bool((rows.cpu()[counted] == kept).all())
 
         if ids is not None:
-            return equal(ids)
+            return WARNING if equal(ids) else None
         same = [seen for seen in sharded if equal(seen.rows) and not bool((seen.stream < 0).any())]
         rest = [seen for seen in sharded if not equal(seen.rows)]
         if len(same) > 1:
-            return not any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
-        return len(same) == 1 and not rest and not others and not own_cut
+            shifted = any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
+            return None if shifted else WARNING
+        alone = len(same) == 1 and not rest and not others and not own_cut
+        return WARNING + INPUT_FROM_ELSEWHERE if alone else None
 
 
 def _follows(labels: Tensor, tokens: Tensor, batch: Batch) -> bool:
-    """Whether one stream holds the other's successors."""
+    """Return whether ``labels`` holds the next tokens of the stream ``tokens``."""
     wanted = next_tokens(tokens, batch, NONE)
     return bool(((labels == wanted) | (wanted == NONE)).all())

@@ -1,15 +1,15 @@
-"""Edges: every token of this rank with each of its next tokens, and what a loss over sequences weighs them by.
+"""Edges: the pairs (token, next token) of a batch of trees, and their weights in a loss over sequences.
 
-A token before a branching point has several next tokens, and a token that many sequences share stands for all of them.
-So losses and log-probabilities of trees are over edges: a value for each (token, next token) on the rank that keeps the
-token, and for each the sequences that use it. A sum over independent sequences is a sum over edges, each weighed by the
-sum of its sequences' weights.
+A token before a branching point has several next tokens, and a token may be shared by many sequences. So losses and
+log-probabilities of trees are computed for *edges*: an edge is a (token, next token) pair, belongs to the rank that
+keeps the token, and is used by one or more sequences. A sum over independent sequences equals a sum over edges in which
+each edge has the sum of its sequences' weights.
 
     edges  = step.edges(tokens)
     loss   = step.loss(logits, edges)              # the mean over all positions of all sequences
     loss   = step.loss(logits, edges, weights=edges.weights(advantages, masks, per="sequence"))
     values = step.log_probs(logits, edges)         # a value for each edge
-    edge, sequence, position = edges.pairs()       # values[edge] is that of (sequence, position)
+    edge, sequence, position = edges.pairs()       # values[edge] is the value of (sequence, position)
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Per = Literal["token", "sequence", "sum"]
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """This rank's edges, in the order of its rows; make them by ``step.edges``.
+    """This rank's edges, in the order of its rows; made by ``step.edges``.
 
-    ``rows`` is the local row of the token, ``parents`` and ``children`` are both tokens in the stream, ``labels`` the
-    id of the next token and ``counts`` how many sequences use the edge: 0 where the id is ``ignore``. ``sequences`` is
-    the number of sequences in the batch and ``lengths`` their tokens, in the order of documents and, in a tree, of its
-    ends.
+    For each edge, ``rows`` is the local row of its token, ``parents`` and ``children`` are the stream numbers of token
+    and next token, ``labels`` is the id of the next token, and ``counts`` is how many sequences use the edge (0 if the
+    id is ``ignore``). ``sequences`` is the number of sequences in the batch and ``lengths`` their token counts, ordered
+    by document and, in a tree, by its leaves.
     """
 
     rows: Tensor
@@ -55,7 +55,7 @@ class Edges:
     counts: Tensor
     of_batch: Sequences
     counted: NDArray[np.bool_]
-    """Of each stream token whether it is a next token that counts."""
+    """For each stream token, whether it is the next token of another and its id is not ``ignore``."""
     here: Ints
     """``children`` on the host."""
 
@@ -76,26 +76,28 @@ class Edges:
         return self.of_batch.documents
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(edge, sequence, position) for every sequence that uses an edge of this rank;
-        position is that of the next token.
+        """Return (edge, sequence, position) for every sequence that uses an edge of this rank; the position is that of
+        the next token.
 
-        All ranks together have every position but the first of every sequence once, where its id is not ``ignore``.
+        All ranks together have every position of every sequence exactly once, except first positions and those whose id
+        is ``ignore``.
         """
         edge, sequence = self._pairs
         position = self.of_batch.depths[self.here[edge]]
-        return self._there(edge), self._there(sequence), self._there(position)
+        return self._on_device(edge), self._on_device(sequence), self._on_device(position)
 
     def weights(
         self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"
     ) -> Tensor:
-        """What each edge weighs in a sum over sequences, float64: the sum of its sequences' weights,
+        """Return the weight of each edge in a loss over sequences, float64: the sum of the weights of its sequences,
         divided as ``per`` says.
 
-        ``sequences`` has a weight for each sequence, such as its advantage; ``tokens`` an array for each sequence with
-        a weight for each of its tokens, such as a mask: that of a token weighs its prediction, so the first has no
-        effect. Both are the whole batch's, the same on every rank. A position counts where its id is not ``ignore`` and
-        its token weight is not 0. ``per="token"`` divides by all positions that count, ``"sequence"`` by those of each
-        sequence and by the sequences that have any, ``"sum"`` by nothing.
+        ``sequences`` has a weight for each sequence, such as its advantage. ``tokens`` has for each sequence an array
+        with a weight for each token, such as a mask; it applies to the prediction of that token, so the first weight
+        has no effect. Both describe the whole batch and are the same on every rank. A position counts if its id is not
+        ``ignore`` and its token weight is not 0. ``per="token"`` divides by the number of positions that count in the
+        batch, ``"sequence"`` by the number in each sequence and by the number of sequences that have any, ``"sum"``
+        does not divide.
         """
         if per not in ("token", "sequence", "sum"):
             raise ValueError(f"per={per!r} is none of 'token', 'sequence' and 'sum': say what the sum is divided by")
@@ -111,10 +113,11 @@ class Edges:
                 of_sequences[sequence] * flat[self.of_batch.places[sequence] + self.of_batch.depths[self.here[edge]]]
             )
             found = np.bincount(edge, values, minlength=len(self))
-        return self._there(found)
+        return self._on_device(found)
 
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
+        """(edge, sequence) for every sequence that uses an edge of this rank that counts."""
         counted = np.flatnonzero(self.counted[self.here])
         edge, sequence = self.of_batch.pairs(self.here[counted])
         return counted[edge], sequence
@@ -125,7 +128,7 @@ class Edges:
         return np.concatenate([self.of_batch.path(sequence) for sequence in range(self.sequences)])
 
     def _divisors(self, flat: Floats | None, per: Per) -> Floats:
-        """What every position of each sequence is divided by."""
+        """Return, for each sequence, the number that its positions are divided by."""
         counts = self.counted[self._flat] if flat is None else self.counted[self._flat] & (flat != 0)
         if per == "token":
             return np.full(self.sequences, float(max(1, int(counts.sum()))))
@@ -135,6 +138,7 @@ class Edges:
         return np.asarray(np.maximum(each, 1) * having)
 
     def _checked_sequences(self, given: Sequence[float] | Tensor | None) -> Floats:
+        """Return the weights of all sequences, 1 by default; raise ValueError unless there is one for each."""
         if given is None:
             return np.ones(self.sequences)
         found = _numbers(given, "weights of sequences")
@@ -145,6 +149,7 @@ class Edges:
         return found
 
     def _checked_tokens(self, given: Sequence[Any]) -> Floats:
+        """Return the weights of all sequences' tokens end to end; raise ValueError unless there is one for each."""
         if len(given) != self.sequences:
             raise ValueError(
                 f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; "
@@ -159,30 +164,33 @@ class Edges:
                 )
         return np.concatenate(parts)
 
-    def _there(self, x: NDArray[Any]) -> Tensor:
+    def _on_device(self, x: NDArray[Any]) -> Tensor:
+        """Return an array as a tensor on the device of the edges."""
         return uploaded(x, self.rows.device)
 
 
 def edges_of(sequences: Sequences, row_tokens: Ints, tokens: Tensor, ignore: int) -> Edges:
-    """The edges of the rows that keep these stream tokens (-1 for a pad), from the ids of the whole stream."""
+    """Return the edges of one rank, given the stream token of each of its rows (-1 for a pad) and the ids of the whole
+    stream.
+    """
     kept = row_tokens >= 0
     rows = np.full(len(sequences.predecessors) + 1, -1)
     rows[row_tokens[kept]] = np.flatnonzero(kept)
-    children = np.flatnonzero(rows[sequences.predecessors] >= 0)  # the place behind the last token, -1, has no row
+    children = np.flatnonzero(rows[sequences.predecessors] >= 0)  # a predecessor of -1 reads the last entry, also -1
     children = children[np.argsort(rows[sequences.predecessors[children]], kind="stable")]
     parents = sequences.predecessors[children]
     counted = (tokens.detach().cpu().numpy() != ignore) & (sequences.predecessors >= 0)
 
-    def there(x: NDArray[Any]) -> Tensor:
+    def upload(x: NDArray[Any]) -> Tensor:
         return uploaded(x, tokens.device)
 
-    on_device = there(children)
+    on_device = upload(children)
     return Edges(
-        there(rows[parents]),
-        there(parents),
+        upload(rows[parents]),
+        upload(parents),
         on_device,
         tokens[on_device].to(torch.int64),
-        there(sequences.count[children] * counted[children]),
+        upload(sequences.count[children] * counted[children]),
         sequences,
         counted,
         children,
@@ -190,7 +198,7 @@ def edges_of(sequences: Sequences, row_tokens: Ints, tokens: Tensor, ignore: int
 
 
 def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
-    """The log-probability of each edge's next token, 0 where that is not counted."""
+    """Return the log-probability of each edge's next token, 0 for edges that do not count."""
     counts = edges.counts > 0
     labels = torch.where(counts, edges.labels, 0).to(logits.device)
     if (
@@ -201,7 +209,7 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
         at = int(((labels < 0) | (labels >= logits.shape[1])).nonzero()[0])
         raise ValueError(
             f"token {int(edges.children[at])} of the stream has the id {int(labels[at])}, outside of the vocabulary "
-            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges "
+            f"0..{logits.shape[1] - 1}; if it marks tokens without a label, make the edges "
             "by step.edges(tokens, ignore=...)"
         )
     found = log_probs(logits, edges.rows.to(logits.device), labels)
@@ -209,8 +217,8 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
 
 
 def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor:
-    """Minus the sum of log-probabilities by weights, those of a mean over positions unless given.
-    What weighs nothing may be infinite.
+    """Return minus the weighted sum of log-probabilities; by default the weights are those of a mean over positions.
+    An edge of weight 0 adds nothing, even if its value is infinite.
     """
     if weights is None:
         weights = edges.weights()
@@ -223,8 +231,8 @@ def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor
 
 
 def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
-    """Raise for what is no ``[tokens, vocabulary]`` of logits.
-    A rank without tokens may have the row that models want there.
+    """Raise ValueError unless logits are ``[tokens, vocabulary]``. A rank without tokens may pass one row, because some
+    models cannot run on none.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         instead = single("logits", logits.shape, tokens) if isinstance(logits, Tensor) and logits.dim() == 3 else None
@@ -239,15 +247,17 @@ def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
 
 
 def predictions(sequences: Sequences, row_tokens: Ints) -> int:
-    """Positions of sequences that are predicted from rows that keep these stream tokens (-1 for a pad)."""
+    """Return how many positions of sequences are predicted from the rows of a rank, given the stream token of each row
+    (-1 for a pad).
+    """
     kept = np.zeros(len(sequences.predecessors) + 1, bool)
     kept[row_tokens[row_tokens >= 0]] = True
     return int(sequences.count[kept[sequences.predecessors]].sum())
 
 
 def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Collectives) -> list[Tensor]:
-    """For each sequence of the batch a value for each of its tokens, 0 for the first, on every rank,
-    from every rank's edges.
+    """Gather the values of all ranks' edges, and return on every rank, for each sequence of the batch, a value for each
+    of its tokens (0 for the first).
     """
     sequences = edges.of_batch
     owner, row = np.empty(placement.stream, np.int64), np.empty(placement.stream, np.int64)
@@ -264,6 +274,7 @@ def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Co
 
 
 def _numbers(given: Any, what: str) -> Floats:
+    """Return weights as a float64 array; raise ValueError if they are not numbers."""
     try:
         found = (
             given.detach().cpu().to(torch.float64).numpy()

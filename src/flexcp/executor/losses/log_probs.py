@@ -1,7 +1,8 @@
-"""Log-probabilities of next tokens, row by row of the logits, without a second tensor of their size in the forward.
+"""Log probs: log-probabilities of next tokens, without a second tensor of the logits' size in the forward.
 
-Logits are read in chunks of rows, in float32 at least. What is kept for the backward is a number a row, and the
-backward makes the gradient of the logits alone, chunk by chunk. A row may have any number of next tokens.
+Logits are read in chunks of rows and widened to at least float32. Besides its inputs, the forward saves one number per
+row; the backward allocates nothing but the gradient of the logits, and fills it chunk by chunk. A row may have any
+number of next tokens.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 1 << 24
-"""Logits that are widened at once."""
+"""The most logits that are widened at a time."""
 
 
 def log_probs(logits: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-    """``log softmax(logits)[rows, labels]`` for ascending ``rows``, in float32 at least."""
+    """Return ``log_softmax(logits)[rows, labels]`` for ascending ``rows``, in float32 or wider."""
     found: Tensor = _LogProbs.apply(logits, rows, labels)
     return found
 
 
 def _chunks(logits: Tensor) -> list[tuple[int, int]]:
+    """Return the (first, last + 1) rows of each chunk."""
     rows = max(1, CHUNK // max(1, logits.shape[1]))
     return [(a, min(a + rows, len(logits))) for a in range(0, len(logits), rows)]
 
 
 class _LogProbs(torch.autograd.Function):
+    """The autograd function of :func:`log_probs`."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -1,10 +1,11 @@
-"""Loss watch: how a step's losses are divided and its gradients reduced, as far as it was said or a call saw it.
+"""Loss watch: check that a step's loss is divided in the way in which its gradients are reduced over ranks.
 
-Whoever makes a share of the batch's loss says so (:meth:`LossWatch.say`), and what it was made for
-(:meth:`LossWatch.check_reduction`). Attention tells which modules it runs in and when a backward reaches it. From both
-follow one refusal, of shares made for another treatment of gradients than the modules give them, and one warning, of
-averaged gradients of a loss that nobody spoke for. What modules show, and the words of both, are in
-:mod:`flexcp.executor.losses.averaging`.
+A *share* is this rank's part of the batch's loss, made for gradients that are summed or for gradients that are averaged
+over ranks. ``step.loss`` and ``step.share`` report a share that they made (:meth:`LossWatch.say`), and what it was made
+for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it. From
+both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if gradients
+are averaged and no share was reported. :mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts
+of both.
 """
 
 from __future__ import annotations
@@ -30,29 +31,27 @@ from flexcp.plan.placement import Placement
 
 
 class LossWatch:
-    """What one step knows of its losses."""
+    """What one step knows about its losses and the reduction of their gradients."""
 
     def __init__(self, placement: Placement, group: dist.ProcessGroup | None) -> None:
         self._placement, self._group = placement, group
         self.averaged_by: str | None = None
         self.summed_by: str | None = None
-        """Who averages or sums gradients over the step's ranks, where a call saw it."""
+        """The module that averages or sums gradients over the step's ranks, by name, if an attention call found one."""
         self.said = False
-        """Whether somebody says how the loss that the step's gradients come from is divided and reduced."""
+        """Whether gradients of this step came from a reported loss, or the warning was given."""
         self.in_backward = False
-        """Whether the backward that is running began at a loss that was said of the step."""
+        """Whether a backward is running that began at a reported loss of this step."""
         self._fsdp_modules: list[FsdpModule] = []
+        """The FSDP2 modules that attention ran in."""
         self._shares_for: Gradients | None = None
-        """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked
-        whether they do it.
-        """
+        """What the last loss was made for, until a backward has checked that the FSDP2 modules do that."""
 
     def say(self, loss: Tensor) -> Tensor:
-        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be,
-        once gradients come from it.
+        """Report that ``loss``, or a loss computed from this tensor, is divided as it should be; returns the tensor.
 
-        A loss that is only looked at says nothing of the one that is trained on. What is compiled takes no hook, and is
-        believed at once.
+        The report counts once a gradient reaches the tensor: a loss that is only logged says nothing about the loss
+        that is trained on. Compiled code takes no hooks, so there the report counts at once.
         """
         if loss.requires_grad and torch.compiler.is_compiling():
             self.said = True
@@ -61,21 +60,26 @@ class LossWatch:
         return loss
 
     def _enter(self, gradient: Tensor) -> None:
+        """Note that a backward began at a reported loss."""
         self.said = self.in_backward = True
-        # A backward that checkpointing runs inside this one is another to autograd, so the end of this one is what
-        # counts.
+        # Checkpointing may run other backwards inside this one; the callback runs when this one ends.
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _leave(self) -> None:
+        """Note that this backward has ended."""
         self.in_backward = False
 
     def check_reduction(self, gradients: Gradients) -> None:
-        """Raise for shares made for one treatment of gradients where the step's attention saw the other."""
+        """Note what a share was made for, and raise ValueError if attention saw a module that reduces gradients
+        otherwise.
+        """
         self._shares_for = gradients
         self._refuse(gradients, self.averaged_by, self.summed_by)
 
     def note_call(self, first: bool) -> None:
-        """See inside which modules an attention call runs, the first of the step or another."""
+        """Look for modules around a running attention call that reduce gradients; ``first`` says that it is the step's
+        first call.
+        """
         if first:
             self._fsdp_modules = running_fsdp_modules()
             averaged, summed = reduction_of(self._fsdp_modules, self._group)
@@ -83,12 +87,12 @@ class LossWatch:
         self.averaged_by = self.averaged_by or running_average(self._group)
 
     def note_backward(self) -> None:
-        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for:
-        once a loss.
+        """Check the reduction when a backward reaches attention.
 
-        Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a
-        step. One of several steps of a model (an encoder's) has no loss of its own, so that of another step in the same
-        backward is enough.
+        Raise ValueError if FSDP2 was told, after the loss was made, to reduce gradients otherwise than the loss was
+        made for; checked once for each loss. Warn once per step if gradients are averaged over ranks with different
+        token counts and no share was reported. If a model has several steps (one for an encoder), some have no loss of
+        their own; a reported loss of any step in the same backward is enough.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None
@@ -101,6 +105,7 @@ class LossWatch:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def _refuse(self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False) -> None:
+        """Raise ValueError if a module reduces gradients otherwise than the loss was made for."""
         who = averaged_by if gradients == "summed" else summed_by
         if who is not None:
             raise ValueError(wrong_factor(who, gradients, self._placement.ranks, late))

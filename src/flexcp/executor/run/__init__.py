@@ -1,1 +1,1 @@
-"""One rank's program and the loop that runs it."""
+"""One rank's program, derived from the plan, and the loop that runs it."""

@@ -1,15 +1,18 @@
-"""The executor: one loop that runs a rank's program, forward or backward.
+"""The executor: the loop over slots that runs a rank's program, forward or backward.
 
-In slot s: take in what stage s brought (inputs are laid on their shelves, outputs reduced into the rows they belong to,
-in a fixed order), post the stages that the plan posts here (stage s + 1, where it says nothing else), then compute,
-leaving free the multiprocessors that the plan says, and close what the slot's lists were the last to leave open. So
-transfers are always issued before the work they travel beside. The last slot has nothing left to post. Nothing here
-knows a strategy, and nothing waits for the device: on a GPU the loop only queues work, in stream order. What exists
-only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's
-own results, which are returned, do not.
+Slot s does the following, in order:
 
-A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is
-:mod:`flexcp.executor.run.one_device`'s.
+1. Take in what stage s brought: inputs are laid on their shelves, outputs are reduced into their rows in a fixed order.
+2. Post the stages that the plan posts in this slot (by default stage s + 1), so that transfers are always issued before
+   the work that hides them.
+3. Compute, leaving free as many multiprocessors as the plan says.
+4. Close the dq that no later slot leaves open.
+
+The loop knows no strategy and never waits for the device: on a GPU it only queues work on the current CUDA stream.
+Everything that exists only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known
+from the plan. The rank's own results, which are returned, are allocated separately.
+
+A program that is a single launch over a rank's own rows is run by :mod:`flexcp.executor.run.one_device` instead.
 """
 
 from __future__ import annotations
@@ -32,14 +35,15 @@ from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.shape import Shape
 
 WORD = 16
-"""Bytes that copies move at once: what own tensors must begin at a multiple of."""
+"""Bytes that copies move at once; own tensors must begin at a multiple of it."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a pass runs with: shape and dtypes, scalars, the exchange with other ranks, memory, and whoever watches.
+    """What a pass runs with: shape and dtypes, settings of the kernel, the exchange with other ranks, the arena, and
+    telemetry's watch, if any.
 
-    ``margin`` stands for the plan's own multiprocessors left free, in every slot, where somebody asked for it.
+    ``margin``, if given, replaces in every slot the number of multiprocessors that the plan leaves free.
     """
 
     shape: Shape
@@ -51,18 +55,18 @@ class Runtime:
     margin: int | None = None
 
     def watched(self) -> AbstractContextManager[None]:
-        """Around a pass: told to whoever watches, if anybody does."""
+        """Return the context that surrounds a pass, so that telemetry can follow it."""
         return nullcontext() if self.watch is None else self.watch.running()
 
 
 def run_forward(
     prepared: Prepared, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, rounded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's output and LSE (statistics dtype) from its own tokens in stream order,
-    and the keys to keep for the backward, as bytes.
+    """Run a forward pass on own tokens in stream order; return this rank's output, its LSE (statistics dtype), and the
+    received keys to keep for the backward, as bytes.
 
-    The output is in the accumulator dtype, or already in the model's where ``rounded`` allows that and nothing is left
-    to add.
+    The output is in the accumulator dtype, or in the model's dtype if ``rounded`` allows that and the kernel wrote it
+    so.
     """
     kept = torch.empty(prepared.program.kept_size, dtype=torch.uint8, device=runtime.types.device)
     with runtime.watched(), runtime.exchange:
@@ -86,10 +90,10 @@ def run_backward(
     lse: Tensor,
     back: OutputGradient,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's own tokens in stream order, in the accumulator dtype, or in the model's where nothing
-    is left to add.
+    """Run a backward pass and return dq, dk and dv of own tokens in stream order, in the accumulator dtype, or in the
+    model's dtype if the kernel wrote them so.
 
-    ``kept`` is the forward's.
+    ``kept`` are the keys, as bytes, that the forward returned.
     """
     with runtime.watched(), runtime.exchange:
         if prepared.alone is not None:
@@ -102,6 +106,8 @@ def run_backward(
 
 
 class _PassRun:
+    """One run of a prepared program: its shelves, memory and exchange."""
+
     def __init__(
         self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor, rounded: bool = False
     ) -> None:
@@ -113,6 +119,7 @@ class _PassRun:
         self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
     def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
+        """Run all slots on the rank's own tensors, by side and field, and return the shelves with their results."""
         types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
         new = (self.backward, self.runtime.shape, types)
         self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
@@ -156,16 +163,20 @@ class _PassRun:
         return self.shelves
 
     def _post(self, stage: int) -> None:
+        """Pack the messages of a stage and start its transfers."""
         leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage))
         self.prepared.packing.pack(stage, leaving, self.shelves)
         arriving = Buffers(self.prepared.receives[stage], self._at("receives", stage))
         self.exchange.post(stage, leaving, arriving)
 
     def _at(self, *tenant: str | int) -> Tensor:
-        """The arena from where a tenant begins; what nobody planned for has no bytes."""
+        """Return the arena from the offset of a tenant of its layout on; empty for a tenant that the layout does not
+        have.
+        """
         return self.memory[self.program.layout.offsets.get(tenant, len(self.memory)) :]
 
     def _compute(self, work: PreparedWork, settings: Settings) -> None:
+        """Run one kernel launch on the tensors of its shelves."""
         q = {name: x[:, work.heads] for name, x in self.shelves[work.work.q_shelf].items()}
         kv = {name: x[:, work.groups] for name, x in self.shelves[work.work.kv_shelf].items()}
         kernel = self.prepared.kernel
@@ -179,5 +190,5 @@ class _PassRun:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The tensor as aligned memory without gaps, which messages are cut from; a copy only where it is not."""
+    """Return the tensor as contiguous, aligned memory, as messages need it; copy it only if it is not already so."""
     return x if x.is_contiguous() and x.data_ptr() % WORD == 0 else x.clone(memory_format=torch.contiguous_format)

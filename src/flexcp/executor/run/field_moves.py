@@ -1,4 +1,4 @@
-"""Field moves: what :class:`flexcp.executor.run.packing.FieldPacking` copies, as integers, made ahead of it."""
+"""Field moves: what :class:`flexcp.executor.run.packing.FieldPacking` copies, derived from a program as integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Parts = tuple[tuple[MessagePart, ...], ...]
 
 @dataclass(frozen=True)
 class FieldMoves:
-    """By stage, the parts of the messages that leave and arrive; and the blocks whose rows are no range, with those."""
+    """By stage, the parts of the messages that are sent and received; and the blocks whose rows are an index instead of
+    a range, with that index.
+    """
 
     sends: tuple[Parts, ...]
     receives: tuple[Parts, ...]
@@ -22,7 +24,7 @@ class FieldMoves:
 
 
 def field_moves(program: RankProgram, shape: Shape) -> FieldMoves:
-    """The moves of a program."""
+    """Derive the field moves of a program."""
     sends, receives = (
         tuple(tuple(tuple(message_parts(m, shape)) for m in messages) for messages in side)
         for side in ([slot.send for slot in program.slots], [slot.receive for slot in program.slots])

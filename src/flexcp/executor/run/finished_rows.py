@@ -1,10 +1,10 @@
-"""Finished rows: which of a forward's work lists is the first and which the last to add to a rank's own rows.
+"""Finished rows: which work list of a forward is the first, and which the last, to add to each of a rank's own rows.
 
-A list *begins* a row if no earlier list adds to it, and *finishes* it if no later one does, in any of the list's heads.
-Where lists do so with every own row, in every head, and no message adds to them, a kernel that can
-(:mod:`flexcp.executor.kernels`) writes each row once, rounded, where it stays: nothing is cleared before and nothing
-rounded after. Else, where a part of a row arrives from another rank, or a list finishes a row in some of its heads
-only, outputs are sums from the beginning to the end of the pass.
+A list *begins* a row if no earlier list adds to it in any of the list's heads, and *finishes* it if no later list does.
+If lists begin and finish every own row in every head, and no message adds to own rows, then a kernel that supports it
+(:mod:`flexcp.executor.kernels`) writes each finished row once, in the model's dtype: the output need not be cleared
+before the pass or rounded after it. Otherwise (part of a row comes from another rank, or a list finishes a row in only
+some of its heads) outputs are accumulated over the whole pass and rounded at its end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Runs of own rows ``[n, 2]``, ascending, that a list begins, and those that it finishes."""
+    """The ranges of own rows, ``[n, 2]`` and ascending, that a list begins, and those that it finishes."""
 
     begins: Ints
     finishes: Ints
 
 
 def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
-    """By slot and list of a forward: the rows that the list begins and finishes. None where lists do not begin and
-    finish every own row.
+    """Return, by slot and work list of a forward, the rows that the list begins and finishes; None unless lists begin
+    and finish every own row in every head.
     """
     if any(_adds_to_own(slot) for slot in program.slots):
         return None
@@ -49,10 +49,10 @@ def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
 
 
 def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[list[Ints], bool]:
-    """Of each list the runs of own rows that no list before it adds to in any of its heads;
-    whether that is every row in every head.
+    """Return, for each list, the ranges of own rows that no list before it adds to in any of its heads; and whether
+    these cover every own row in every head.
 
-    ``borders`` are the heads at which lists of own rows begin or end.
+    ``borders`` are the heads at which the head ranges of lists on own rows begin or end.
     """
     before: Flags = np.zeros((len(borders) - 1, rows), np.bool_)
     found, runs = np.zeros_like(before), []
@@ -70,18 +70,20 @@ def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[
 
 
 def _adds_to_own(slot: Slot) -> bool:
-    """Whether a slot adds outputs that arrive or move to own rows."""
+    """Return whether a slot adds outputs to own rows that arrived in a message or came from another shelf."""
     blocks = [block for message in slot.receive for block in message.blocks] + [there for _, there in slot.own]
     return any(block.kind == Kind.O and block.shelf == QUERIES for block in blocks)
 
 
 def _touched(work: ShelfWork, rows: int) -> Flags:
-    """Rows of the list's slices, which are trimmed: each sees a key."""
+    """Return a flag for each own row: whether it is in one of the list's slices. Slices are trimmed, so such a row sees
+    a key.
+    """
     change = np.bincount(work.slices[:, Q0], minlength=rows + 1) - np.bincount(work.slices[:, Q1], minlength=rows + 1)
     return np.cumsum(change)[:rows] > 0
 
 
 def _runs(flags: Flags) -> Ints:
-    """Where flags are set, as runs ``[first, last + 1]``."""
+    """Return the ranges ``[first, last + 1]`` in which flags are set."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
     return edges.reshape(-1, 2).astype(np.int64)

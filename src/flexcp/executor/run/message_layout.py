@@ -1,5 +1,7 @@
-"""Message layout: the tensors of shelves and messages, by the integers that say where they lie
-(:mod:`flexcp.plan.memory` on a shelf, :mod:`flexcp.executor.run.message_parts` in a message).
+"""Message layout: make the tensors of shelves and of messages, as views of memory or as new allocations.
+
+Offsets and sizes are integers derived from the plan: :mod:`flexcp.plan.memory` has those of a shelf,
+:mod:`flexcp.executor.run.message_parts` those of a message.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from flexcp.plan.memory import aligned_starts, field_sizes, shelf_fields
 from flexcp.shape import Shape
 
 Shelves = dict[int, dict[str, Tensor]]
+"""The tensors of each shelf, by shelf number and name of the field."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +28,21 @@ class Types:
     model: torch.dtype
     accumulator: torch.dtype
     statistics: torch.dtype
-    """What a rank keeps its own rows' LSE and delta in."""
+    """The dtype of LSE and delta of a rank's own rows."""
     device: torch.device
 
 
 def types_of(x: Tensor) -> Types:
-    """The types of a pass over tensors like ``x``. LSE and delta enter every probability,
-    and on a CPU doubles cost nothing.
+    """Return the dtypes and the device of a pass over tensors like ``x``.
+
+    On a CPU, LSE and delta are float64: they enter every probability, and doubles cost nothing there.
     """
     accumulator = accumulator_dtype(x.dtype)
     return Types(x.dtype, accumulator, torch.float64 if x.device.type == "cpu" else accumulator, x.device)
 
 
 def part_view(part: MessagePart, message: Tensor, types: Types) -> Tensor:
-    """A part of a message's bytes as a tensor."""
+    """Return one part of a message's bytes as a tensor of the part's dtype and size."""
     dtype = types.accumulator if part.precise else types.model
     return message[part.offset : part.offset + part.bytes].view(dtype).view(part.size)
 
@@ -46,17 +50,17 @@ def part_view(part: MessagePart, message: Tensor, types: Types) -> Tensor:
 def new_inputs(
     shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Room for what arrives on a shelf, in ``memory`` where that is given."""
+    """Return uninitialised tensors for the inputs of a shelf, by field, in ``memory`` if it is given."""
     return _laid_out(shelf, backward, False, shape, types, memory)
 
 
 def new_results(
     shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None, finished: bool = False
 ) -> dict[str, Tensor]:
-    """Room for what is computed on a shelf: out starts at zero with LSE -inf, gradients at zero.
+    """Return tensors for the results of a shelf, by field: outputs and gradients start at zero, LSE at -inf.
 
-    With ``finished`` there is room for rows of out or dq in the model's dtype too, each of which will be written, and
-    out and LSE may start with anything.
+    With ``finished`` there is another tensor, ``"finished"``, for the rows of out (or dq in a backward) in the model's
+    dtype. Every row of it will be written, so out and LSE are then left uninitialised.
     """
     found = _laid_out(shelf, backward, True, shape, types, memory)
     for name, x in found.items():
@@ -70,8 +74,8 @@ def new_results(
 def _laid_out(
     shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a shelf, side by side as :mod:`flexcp.plan.memory` counts them,
-    or each in an allocation of its own.
+    """Return the uninitialised inputs or results of a shelf, by field: views of ``memory``, side by side as
+    :mod:`flexcp.plan.memory` counts them, or separate allocations if ``memory`` is None.
     """
     heads = shelf.h1 - shelf.h0
     fields = shelf_fields(shelf.side, backward, results)

@@ -1,8 +1,7 @@
-"""Message parts: where the tensors of a piece lie in a message. Integers only;
-no tensor, so that planner processes can ask.
+"""Message parts: where each field of a piece lies in a message, as integers, so that planner processes can use them.
 
-A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every
-field is aligned by construction and bytes on the wire are exactly the plan's.
+A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's dtype. So
+every field is aligned, and the bytes on the wire are exactly those that the plan counts.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ class MessagePart:
     block: Block
     field: Field
     precise: bool
-    """Whether it travels in the accumulator dtype, and not in the model's."""
+    """Whether it travels in the accumulator dtype (else in the model's)."""
     size: tuple[int, ...]
     offset: int
-    """Bytes from the message's first."""
+    """Its first byte in the message."""
     bytes: int
 
 
 def message_parts(message: Message, shape: Shape) -> Iterator[MessagePart]:
-    """The parts of a message in the order they travel, accumulator dtype first."""
+    """Yield the parts of a message in the order of their bytes: those in the accumulator dtype first."""
     offset = 0
     for precise in (True, False):
         each = shape.accumulator_bytes if precise else shape.element_bytes
@@ -46,6 +45,6 @@ def message_parts(message: Message, shape: Shape) -> Iterator[MessagePart]:
 
 
 def message_bytes(message: Message, shape: Shape) -> int:
-    """Bytes on the wire."""
+    """Return the size of a message in bytes."""
     each = shape.bytes_per_token_head()
     return sum(int(each[b.kind, int(b.partial)]) * b.count * (b.h1 - b.h0) for b in message.blocks)

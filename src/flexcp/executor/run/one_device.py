@@ -1,7 +1,7 @@
-"""One device: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
+"""One device: attention of one work list over all rows and heads of its arguments, without any exchange.
 
-What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a
-kernel that can writes its results once, in the dtype they stay in.
+It is used by :func:`flexcp.slice_attention` and by ranks that neither send nor receive anything. Inputs are not copied,
+and a kernel with ``FRESH`` writes its results once, in their final dtype.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def local_forward(
     v: Tensor,
     rounded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE (statistics dtype). ``whole`` says that every row sees a key.
+    """Run a forward and return output and LSE (statistics dtype). ``whole`` says that every query row sees a key.
 
-    The output is in the accumulator dtype, or in the model's where ``rounded`` allows that and the kernel can.
+    The output is in the accumulator dtype, or in the model's dtype if ``rounded`` allows that and the kernel can write
+    it.
     """
     size = (*q.shape[:2], v.shape[2])
     if whole and kernel.FRESH:
@@ -56,8 +57,10 @@ def local_backward(
     lse: Tensor,
     back: OutputGradient,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the accumulator dtype, or in the model's: dq where every row sees a key (``whole``) and the kernel
-    can, all three where the kernel has a backward of its own for that.
+    """Run a backward and return dq, dk and dv in the accumulator dtype.
+
+    If every query row sees a key (``whole``), a kernel with ``FRESH`` returns dq in the model's dtype, and a kernel
+    with ``backward_alone`` may do so with all three.
     """
     if whole and back.out is not None and not settings.deterministic and hasattr(kernel, "backward_alone"):
         found: tuple[Tensor, Tensor, Tensor] = kernel.backward_alone(q, k, v, lse, back, work, settings)

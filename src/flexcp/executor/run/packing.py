@@ -1,8 +1,8 @@
-"""Packing: blocks between shelves and messages.
+"""Packing: copy blocks between shelves and messages.
 
-A packing is made once for a program and a device, with all index maps already there, and used by every layer. Per stage
-it fills the messages that leave, lays arrived inputs on their shelves and reduces arrived outputs into the rows they
-belong to, in table order, so the same plan gives the same bits.
+A packing is made once for a program and a device, uploads all index maps then, and is used by every layer. In each
+stage it fills the messages to send, lays received inputs on their shelves, and reduces received outputs into their
+rows. Reductions follow the order of the plan's table of transfers, so the same plan gives the same bits.
 
 :class:`FieldPacking` is plain torch, field by field, on any device. :mod:`flexcp.executor.run.row_packing` does the
 same on a GPU in a few launches per stage.
@@ -23,24 +23,24 @@ from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
 
 class Packing(Protocol):
-    """Moves the blocks of a stage."""
+    """Moves the blocks of a stage between shelves and messages."""
 
     def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
         """Fill the messages that leave in ``stage``."""
 
     def unpack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
-        """Take in the messages that arrived in ``stage``."""
+        """Lay the inputs that arrived in ``stage`` on their shelves and reduce its outputs into their rows."""
 
     def move(self, stage: int, shelves: Shelves) -> None:
-        """Copy or reduce what ``stage`` moves from one shelf of this rank to another."""
+        """Copy or reduce the blocks that ``stage`` moves from one shelf of this rank to another."""
 
 
 class FieldPacking:
-    """One indexed copy per field of a block."""
+    """Packing in plain torch, with one indexed copy for each field of a block."""
 
     def __init__(self, program: RankProgram, shape: Shape, types: Types, moves: FieldMoves | None = None) -> None:
         self.program, self.types, self._moves = program, types, moves or field_moves(program, shape)
-        # Blocks of a recipe share equal rows, which are uploaded once.
+        # Blocks of a recipe share index arrays; each array is uploaded once.
         there = {id(rows): uploaded(rows, types.device) for rows in {id(r): r for _, r in self._moves.indexed}.values()}
         self._index = {id(block): there[id(rows)] for block, rows in self._moves.indexed}
 
@@ -63,13 +63,14 @@ class FieldPacking:
             self._take_in(shelves, there, {f.name: self._read(shelves, here, f) for f in FIELDS[here.kind]})
 
     def _read(self, shelves: Shelves, block: Block, field: Field) -> Tensor:
-        """The rows and heads of a block on its shelf (a view where rows are consecutive)."""
+        """Return one field of a block from its shelf (a view if the rows are a range)."""
         return shelves[block.shelf][field.name][self._rows(block)][:, block.h0 : block.h1]
 
     def _rows(self, block: Block) -> slice | Tensor:
         return block.rows if isinstance(block.rows, slice) else self._index[id(block)]
 
     def _take_in(self, shelves: Shelves, block: Block, fields: dict[str, Tensor]) -> None:
+        """Write the fields of a block to its shelf: merge outputs by their LSE, add gradients, copy inputs."""
         shelf, at = shelves[block.shelf], (self._rows(block), slice(block.h0, block.h1))
         if block.kind == Kind.O:
             more = fields["out"].to(self.types.accumulator)

@@ -1,8 +1,8 @@
-"""Pass recipe: a rank's program for one mask and direction with everything about its execution
-that the plan alone decides.
+"""Pass recipe: a rank's program for one mask and direction, with everything about its execution that the plan alone
+decides.
 
-Integers only; no tensor, so that a planner process can make it (:mod:`flexcp.executor.run.rank_recipe`) and the
-training process is left with what needs the device: a kernel's work lists and the upload of index maps
+A recipe holds integers and no tensors, so a planner process can make it (:mod:`flexcp.executor.run.rank_recipe`). The
+training process is left with what needs the device: making a kernel's work lists and uploading index maps
 (:mod:`flexcp.executor.run.prepared`).
 """
 
@@ -28,10 +28,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LaunchRecipe:
-    """A launch: its heads on the shelf of its queries, its groups on that of its keys,
-    and whether its slices touch every query row.
+    """One kernel launch: its query heads counted from the first of the query shelf, its KV heads (``groups``) counted
+    from the first of the key shelf, and whether its slices touch every row of the query shelf (``whole``).
 
-    Launches of one ``list_key`` have the same slices, so that forward and backward share a kernel's work list.
+    Launches with the same ``list_key`` have the same slices, so forward and backward can share a kernel's work list.
     """
 
     work: ShelfWork
@@ -43,10 +43,12 @@ class LaunchRecipe:
 
 @dataclass(frozen=True)
 class PassRecipe:
-    """By slot: launches, shelves to open; by stage (peer, bytes) of the messages that leave and arrive.
-    ``untouched_dq`` is the slot up to which the dq of a query shelf may be open, ``finished_rows`` says of a forward
-    which rows its launches begin and finish. What packs messages, by fields or by rows, is there where it was asked
-    for.
+    """What a rank does in a pass.
+
+    By slot: ``launches`` and ``opens`` (shelves that are allocated). By stage: ``sends`` and ``receives``, (peer,
+    bytes) of each message. ``untouched_dq`` has for each query shelf the first slot in which its dq may no longer be
+    open. ``finished_rows`` has, for a forward, the rows that each launch begins and finishes. ``by_fields`` or
+    ``by_rows`` says how messages are packed, if that was asked for.
     """
 
     program: RankProgram
@@ -62,12 +64,14 @@ class PassRecipe:
 
     @property
     def has_own_lists(self) -> bool:
-        """Whether a launch adds to own rows."""
+        """Whether any launch computes own query rows."""
         return any(launch.work.q_shelf == QUERIES for slot in self.launches for launch in slot)
 
 
 def pass_recipe(program: RankProgram, backward: bool, shape: Shape, packing: str | None = None) -> PassRecipe:
-    """The recipe of a program; ``packing`` is ``"fields"`` or ``"rows"`` where what moves is to be in it too."""
+    """Derive the recipe of a program. ``packing`` is ``"fields"`` or ``"rows"`` to include the moves of that packing,
+    or None to leave them for later.
+    """
     opens: list[list[int]] = [[] for _ in program.slots]
     for number, shelf in enumerate(program.shelves):
         if number > KEYS:
@@ -87,9 +91,10 @@ def pass_recipe(program: RankProgram, backward: bool, shape: Shape, packing: str
 
 
 def touched_dq(program: RankProgram) -> dict[int, int]:
-    """The first slot that takes dq in, sends it or moves it, of each query shelf; past the last slot where none does.
+    """Return, for each query shelf, the first slot that receives, sends or moves its dq, or the number of slots if none
+    does.
 
-    A slot does so before it computes, so dq may be open in the slots before it.
+    A slot moves data before it computes, so dq may be open in all earlier slots.
     """
     first = {number: len(program.slots) for number, shelf in enumerate(program.shelves) if shelf.side == QUERIES}
     for at, slot in enumerate(program.slots):
@@ -101,13 +106,14 @@ def touched_dq(program: RankProgram) -> dict[int, int]:
 
 
 def covers(slices: Ints, rows: int) -> bool:
-    """Whether every one of ``rows`` query rows is in a slice."""
+    """Return whether each of the query rows ``0..rows - 1`` is in a slice."""
     order = np.argsort(slices[:, Q0], kind="stable")
     start, stop = slices[order, Q0], np.maximum.accumulate(slices[order, Q1])
     return rows == 0 or bool(len(slices) and start[0] == 0 and np.all(start[1:] <= stop[:-1]) and stop[-1] == rows)
 
 
 def _launch(work: ShelfWork, program: RankProgram, shape: Shape) -> LaunchRecipe:
+    """Return the recipe of one kernel launch."""
     queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
     share = shape.queries_per_key
     heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)

@@ -1,8 +1,9 @@
-"""Pass watch: what a pass tells whoever follows it.
+"""Pass watch: the interface by which telemetry follows one pass.
 
-A pass calls ``mark`` at fixed places: where it starts, then in every slot once the stage's transfers are in, once the
-next stage's are packed and posted, and once the slot's work is queued, and at its end. A mark must not wait for the
-device.
+A pass calls ``mark`` three times in every slot: when the stage's transfers have arrived, when the next stage's have
+been packed and posted, and when the slot's work has been queued. (A program that is a single launch has no slots to
+mark.) ``running`` surrounds the whole pass, so its entry and exit are the start and the end. A mark must not wait for
+the device.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Protocol
 
 
 class Watch(Protocol):
-    """Follows one pass."""
+    """Follows one pass of one rank."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Around the whole pass; sees the error that ends it."""
+        """Return a context that surrounds the whole pass and sees the error that ends it, if any."""
 
     def mark(self) -> None:
-        """The pass reached its next mark."""
+        """Note that the pass reached its next mark."""

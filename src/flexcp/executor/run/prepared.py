@@ -1,14 +1,15 @@
-"""Prepared: a rank's program made ready for a kernel and a device, by its recipe
+"""Prepared: make a rank's program ready for a kernel and a device, from its recipe
 (:mod:`flexcp.executor.run.pass_recipe`).
 
-Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step:
-the loop itself copies nothing to the device and never makes the host wait. Forward and backward share a work list where
-their slices are the same.
+Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step.
+The loop over slots then copies nothing to the device and never makes the host wait. Forward and backward share a work
+list if their slices are the same.
 
-Where a kernel can leave dq open (:mod:`flexcp.executor.kernels`), the lists of a shelf do so up to the first slot in
-which the rank's messages read that dq or add to it; lists from then on add to the gradient itself. Where it can write
-rows that a list is the last to add to, lists of a forward say which rows those are, and which they are the first to add
-to (:mod:`flexcp.executor.run.finished_rows`).
+Some kernels can leave dq *open*: they add to it in a form of their own, which ``close_dq`` turns into the gradient
+(:mod:`flexcp.executor.kernels`). With such a kernel the work lists of a query shelf leave its dq open until the first
+slot in which a message reads or changes that dq; later lists add to the gradient itself. Some kernels can write a row
+directly in the model's dtype when the last work list adds to it. For them each list of a forward names the rows that it
+is the first and the last to add to (:mod:`flexcp.executor.run.finished_rows`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from flexcp.plan.memory import QUERIES
 from flexcp.shape import Shape
 
 WorkLists = dict[tuple[object, ...], Any]
+"""The kernels' work lists of a step, by what they were made from."""
 
 
 @dataclass(frozen=True)
 class PreparedWork:
-    """A launch: where its tensors lie, the kernel's work list, whether its slices touch every row of the query shelf,
-    and whether the shelf's dq may be open while it runs.
+    """One kernel launch.
+
+    ``heads`` and ``groups`` are its heads on the query shelf and on the key shelf, ``list`` is the kernel's work list.
+    ``whole`` says that its slices touch every row of the query shelf, ``open_dq`` that the shelf's dq may be open while
+    it runs.
     """
 
     work: ShelfWork
@@ -44,12 +49,12 @@ class PreparedWork:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive;
-    and its packing.
+    """A program that is ready to run.
 
-    ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them.
-    ``finishes`` says that own rows (of the output or, of a backward, of dq) can be written where they stay by whoever
-    adds to them last.
+    By slot: ``work`` (kernel launches), ``opens`` (shelves that are allocated) and ``closes`` (shelves whose dq is
+    closed after the slot's work, because no later slot leaves it open). By stage: ``sends`` and ``receives``, (peer,
+    bytes) of each message. ``finishes`` says that the kernel writes own rows (of the output, or of dq in a backward)
+    directly in the model's dtype when the last list adds to them.
     """
 
     program: RankProgram
@@ -64,7 +69,9 @@ class Prepared:
 
     @property
     def alone(self) -> PreparedWork | None:
-        """The only thing this program does, if that is one launch over all own rows and heads."""
+        """The program's only launch, if the program is nothing but one launch over all own rows and heads; else
+        None.
+        """
         slot = self.program.slots[0]
         if len(self.program.slots) > 1 or slot.own or len(self.work[0]) != 1:
             return None
@@ -73,12 +80,12 @@ class Prepared:
 
 
 def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
-    """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
+    """Make a program ready for a kernel and a device; work lists are looked up in ``lists``, and new ones are added."""
     module, program = find_kernel(kernel), recipe.program
     untouched = recipe.untouched_dq if hasattr(module, "close_dq") else {}
     can_finish = getattr(module, "FINISHES", False)
     finished = recipe.finished_rows if can_finish else None
-    # Nobody but lists adds to own rows of dq, so it is finished when it is closed.
+    # If no message ever touches dq of own rows, only work lists add to it, so it is complete when it is closed.
     finishes = can_finish and recipe.backward and untouched.get(QUERIES) == len(program.slots) and recipe.has_own_lists
     model = (shape, kernel, module, types, lists)
     work = [
@@ -108,7 +115,7 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
 
 
 def packs_by_rows(device_type: str) -> bool:
-    """Whether messages are packed by tables of rows on such a device, and not field by field."""
+    """Return whether messages are packed by tables of rows on such a device (else field by field)."""
     return device_type == "cuda" and has_triton()
 
 
@@ -122,6 +129,7 @@ def _prepared(
     types: Types,
     lists: WorkLists,
 ) -> PreparedWork:
+    """Prepare one kernel launch; its work list is made unless ``lists`` has it."""
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
     key = (name, types.device, *launch.list_key, *(runs.tobytes() for runs in rows.values()))
     if key not in lists:
@@ -131,6 +139,7 @@ def _prepared(
 
 
 def _packing(recipe: PassRecipe, shape: Shape, types: Types) -> Packing:
+    """Return the packing for the device of ``types``."""
     if packs_by_rows(types.device.type):
         from flexcp.executor.run.row_packing import RowPacking
 

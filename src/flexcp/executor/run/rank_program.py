@@ -1,13 +1,12 @@
-"""Rank program: what one rank does for one mask in one direction, derived from the plan. Integers only;
-no tensor, no group.
+"""Rank program: what one rank does for one mask in one direction, derived from the plan as integers, without torch.
 
-A rank holds tokens on *shelves*. Shelf 0 of each side (queries, keys) is its own tokens in stream order with all heads.
-Every stage, side and head range in which pieces arrive makes another shelf, its tokens in stream order too, so that
-tokens that came from several ranks or pieces lie side by side and work is in few, large slices.
+A rank holds tokens on *shelves*. The first shelf of each side (queries, keys) holds its own tokens in stream order with
+all heads. Each (side, stage, head range) in which pieces arrive has another shelf, with its tokens in stream order too.
+So tokens that came from several ranks lie side by side, and the work consists of few large slices.
 
-Work of a region is cut by shelves and runs in the slot that :mod:`flexcp.plan.slots` says; where the plan holds a share
-of the work on own rows and own keys, that share is cut off at a whole tile. Results accumulate in the rows of the shelf
-that holds their queries (o, dq) or keys (dkv), and leave from there.
+Regions are cut by shelves into work, which runs in the slot given by :mod:`flexcp.plan.slots`. If the plan holds back a
+share of the work on own rows and own keys, that share is cut off at a whole tile. Results accumulate in the rows of the
+shelf that holds their queries (o, dq) or keys (dkv), and are sent from there.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from flexcp.shape import OUTPUTS, QUERY_SIDED, Kind
 
 Ints = NDArray[np.int64]
 Rows = slice | Ints
+"""Rows of a shelf: a range, or an index."""
 TILE_ROWS = 128
-"""Own work that is shared between two slots is cut at multiples of this."""
+"""Own work that is split between two slots is cut at a multiple of this many rows."""
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """Tokens in one buffer: which side, how many rows, which heads (query or KV heads by side),
-    filled before which slot.
+    """Tokens of one side and head range in one buffer: its rows, its heads ``h0..h1`` (query heads or KV heads, by
+    side), and the stage that fills it.
     """
 
     side: int
@@ -47,13 +47,15 @@ class Shelf:
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """Its name in an arena's layout."""
+        """The shelf's key in the layout of an arena."""
         return self.side, self.stage, self.h0, self.h1
 
 
 @dataclass(frozen=True)
 class Block:
-    """One piece inside a message: rows and heads of a shelf (heads counted from the shelf's first)."""
+    """One piece inside a message: ``count`` rows of a shelf and its heads ``h0..h1``, counted from the shelf's
+    first.
+    """
 
     kind: Kind
     shelf: int
@@ -66,7 +68,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Message:
-    """All blocks between this rank and a peer in one stage, in the order both sides agree on."""
+    """All blocks that go to or come from one peer in one stage, in the order on which both ranks agree."""
 
     peer: int
     blocks: tuple[Block, ...]
@@ -85,7 +87,9 @@ class ShelfWork:
 
 @dataclass
 class Slot:
-    """What a stage brings and takes away, which the plan posts one or more slots ahead, and the work of its slot."""
+    """One stage and its slot: the messages received and sent in the stage, the blocks that move between shelves of this
+    rank (``own``, pairs of from and to), and the work that is computed in the slot.
+    """
 
     receive: list[Message] = field(default_factory=list)
     own: list[tuple[Block, Block]] = field(default_factory=list)
@@ -95,8 +99,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Shelves and slots of one rank, where in its arena things lie, and how its stages are executed: which of them
-    every slot posts, before it waits and behind that, and how many multiprocessors its work leaves free.
+    """The shelves and slots of one rank, the layout of its arena, and how its stages are executed.
+
+    ``posts`` has for each slot the stages that it posts before it waits for arrivals, and those that it posts after.
+    ``margins`` has for each slot the number of multiprocessors that its work leaves free.
     """
 
     shelves: tuple[Shelf, ...]
@@ -105,13 +111,13 @@ class RankProgram:
     posts: tuple[tuple[list[int], list[int]], ...]
     margins: tuple[int, ...]
     kept: dict[int, int]
-    """Shelves whose keys the backward finds as the forward left them, and where each begins in the memory that is kept.
-    """
+    """The shelves whose keys are kept from the forward for the backward, and the first byte of each in that memory."""
     kept_size: int
+    """Bytes of that memory."""
 
 
 def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgram:
-    """Derive the program of ``rank``."""
+    """Derive the program of ``rank`` for one mask and direction."""
     shelves, slots = _Builder(plan, rank, mask, backward).build()
     numbers = [n for n, shelf in enumerate(shelves) if n > KEYS and shelf.side == KEYS]
     if not plan.programs[mask][1].keys_kept:
@@ -126,7 +132,9 @@ def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgra
 
 @dataclass
 class _Segments:
-    """Stretches of the stream on shelves that share a head range, sorted and disjoint."""
+    """Ranges ``start..stop`` of the stream on shelves that share a head range, sorted and disjoint. ``row`` is the row
+    of the first token on its ``shelf``.
+    """
 
     start: Ints
     stop: Ints
@@ -135,6 +143,8 @@ class _Segments:
 
 
 class _Builder:
+    """Builds the shelves and slots of one rank."""
+
     def __init__(self, plan: Plan, rank: int, mask: int, backward: bool) -> None:
         self.plan, self.rank, self.mask = plan, rank, mask
         self.program = program = plan.programs[mask][backward]
@@ -148,6 +158,7 @@ class _Builder:
         self.segments: dict[tuple[int, int, int], list[Ints]] = {}
 
     def build(self) -> tuple[tuple[Shelf, ...], tuple[Slot, ...]]:
+        """Return the shelves and the slots."""
         t = self.program.transfers
         mine = t.take((t.source == self.rank) | (t.target == self.rank))
         if not self.placement.assemble_own:
@@ -159,6 +170,7 @@ class _Builder:
         return tuple(self.shelves), tuple(slots)
 
     def _own_segments(self) -> None:
+        """Add the segments of the rank's own tokens."""
         kept = self.placement.kept
         own = kept.rank == self.rank
         table = np.stack([kept.start[own], kept.stop[own], kept.local[own], np.zeros(int(own.sum()), np.int64)])
@@ -168,7 +180,7 @@ class _Builder:
             self.segments[side, shelf.h0, shelf.h1] = [part]
 
     def _fill_shelves(self) -> None:
-        """A shelf per (side, stage, head range) of arriving inputs, rows in stream order."""
+        """Add a shelf for each (side, stage, head range) of arriving inputs, with rows in stream order."""
         rows = list(zip(*(c.tolist() for c in self.arriving.matrix()), strict=True))
         groups: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         for stage, _, _, kind, owner, start, stop, h0, h1, _ in rows:
@@ -192,20 +204,22 @@ class _Builder:
             self.segments.setdefault((side, h0, h1), []).append(np.concatenate([joined, shelf[None]]))
 
     def _spot(self, kind: int, owner: int, start: int, stop: int, h0: int, h1: int) -> tuple[int, Rows]:
-        """The shelf and rows where a piece arrived on this rank; at home when it never travelled."""
+        """Return the shelf and rows in which a piece arrived on this rank, or its rows on the first shelf if it is the
+        rank's own and was not moved.
+        """
         side = QUERIES if kind in QUERY_SIDED else KEYS
         key = (side, owner, start, stop, h0, h1)
         return self.spots.get(key, (side, slice(start, stop))) if owner == self.rank else self.spots[key]
 
     def _messages(self, mine: Transfers, slots: list[Slot]) -> None:
+        """Add the messages, and the moves inside the rank, to their slots."""
         sends: dict[tuple[int, int], list[Block]] = {}
         receives: dict[tuple[int, int], list[Block]] = {}
         for stage, source, target, kind, owner, start, stop, h0, h1, partial in mine.matrix().T.tolist():
             piece = (kind, owner, start, stop, h0, h1)
             side = QUERIES if kind in QUERY_SIDED else KEYS
             home = (side, slice(start, stop))
-            # A rank reaches its own tokens at home, others' where they arrived; assembled own tokens are in both
-            # places.
+            # Own tokens are on the first shelf, others where they arrived; assembled own tokens are in both places.
             away = self._spot(*piece)
             if source == target:
                 here, there = (away, home) if kind in OUTPUTS else (home, away)
@@ -224,12 +238,15 @@ class _Builder:
             slots[stage].receive.append(Message(peer, tuple(blocks)))
 
     def _block(self, kind: int, number: int, rows: Rows, h0: int, h1: int, partial: int) -> Block:
+        """Return the block of a piece on a shelf, with heads counted from the shelf's first."""
         base = self.shelves[number].h0
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         return Block(Kind(kind), number, rows, count, h0 - base, h1 - base, bool(partial))
 
     def _work(self, slots: list[Slot]) -> None:
-        """Cut this rank's regions by query and key segments; group the slices by slot, shelves and heads."""
+        """Cut this rank's regions by the segments of its shelves, and add the slices as work to their slots, grouped by
+        shelves and heads.
+        """
         placement, share = self.placement, self.plan.shape.queries_per_key
         regions = placement.regions[self.mask].take(placement.regions[self.mask].rank == self.rank)
         index, slices = placement.batch.masks[self.mask].cuts(
@@ -251,6 +268,7 @@ class _Builder:
                 self._group(slots, queries.shelf[q_seg], keys.shelf[k_seg], heads, part)
 
     def _sorted_segments(self, side: int) -> list[tuple[tuple[int, int, int], _Segments]]:
+        """Return the segments of one side by (side, head range), each sorted by the stream."""
         found = []
         for key, parts in sorted(self.segments.items()):
             if key[0] == side:
@@ -259,6 +277,7 @@ class _Builder:
         return found
 
     def _group(self, slots: list[Slot], q_shelf: Ints, kv_shelf: Ints, heads: Ints, slices: Ints) -> None:
+        """Add slices as work to their slots, grouped by shelves and heads; hold back what the plan holds."""
         if len(slices) == 0:
             return
         stages = np.array([s.stage for s in self.shelves])
@@ -274,7 +293,9 @@ class _Builder:
 
 
 def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[Ints, tuple[Ints, Ints]]:
-    """Slices cut along one axis by segments: the non-empty parts, and (slice, segment) of each."""
+    """Cut slices along one axis (columns ``first`` and ``last``) by segments; return the non-empty parts, and the
+    (slice, segment) that each part comes from.
+    """
     index, seg = overlaps(slices[:, first], slices[:, last], segments.start, segments.stop)
     q0, q1, k0, k1 = (slices[index, c] for c in (Q0, Q1, K0, K1))
     if first == Q0:
@@ -287,9 +308,10 @@ def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[I
 
 
 def _shared_out(slices: Ints, own: NDArray[np.bool_], held: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """The last ``held`` per mille of the area of the own slices apart: (slice of each part, parts, whether it waits).
+    """Split slices so that the last ``held`` per mille of the area of own work can wait: (slice of each part, parts,
+    whether the part waits).
 
-    One slice is cut between rows, at a whole tile; what lies before it is done first.
+    At most one slice is cut, between rows and at a whole tile; own slices after it wait.
     """
     area = np.where(own, masks.area(slices), 0)
     first = int(area.sum()) * (1000 - held) // 1000
@@ -307,14 +329,16 @@ def _shared_out(slices: Ints, own: NDArray[np.bool_], held: int) -> tuple[Ints, 
 
 
 def _rows(row: Ints, count: Ints) -> Rows:
-    """Rows of consecutive stretches as a slice where they touch, else as an index."""
+    """Return the rows of several stretches (first row and count of each): a slice if they touch, else an index."""
     if np.all(row[1:] == (row + count)[:-1]):
         return slice(int(row[0]), int(row[-1] + count[-1]))
     return np.concatenate([np.arange(r, r + n) for r, n in zip(row, count, strict=True)])
 
 
 def _joined(start: Ints, stop: Ints, row: Ints) -> Ints:
-    """Sorted stretches merged where stream and rows both go on: ``[start, stop, row]``."""
+    """Merge sorted ranges of the stream that touch; return ``[start, stop, row]``. Rows are in stream order, so they
+    touch too.
+    """
     first = np.concatenate([[True], start[1:] != stop[:-1]])
     last = np.concatenate([first[1:], [True]])
     return np.stack([start[first], stop[last], row[first]])

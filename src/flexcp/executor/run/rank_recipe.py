@@ -1,9 +1,8 @@
-"""Rank recipe: everything of a plan that one rank needs to run it, derived ahead. Integers only;
-no tensor, no group, no torch.
+"""Rank recipe: everything that one rank needs to run a plan, derived ahead of time as integers, without torch.
 
-A rank derives its programs, calls, memory and rows from the plan, some milliseconds to a tenth of a second of work
-where there are many ranks. It depends on nothing but the plan and the rank, so a planner process does it right after
-planning (:mod:`flexcp.data.planning.worker`) and the training process binds a step that finds it done. A step without a
+A rank derives its programs, calls, memory and rows from the plan. That takes some milliseconds, or up to a tenth of a
+second with many ranks. The result depends on nothing but the plan and the rank, so a planner process derives it right
+after planning (:mod:`flexcp.data.planning.worker`), and the training process binds a step with it. A step without a
 recipe derives the same things on first use.
 """
 
@@ -18,11 +17,12 @@ from flexcp.executor.run.rank_rows import RankRows, rank_rows
 from flexcp.plan.plan import Plan
 
 Calls = tuple[tuple[Call, ...], ...]
+"""A rank's calls in each stage of a pass."""
 
 
 @dataclass(frozen=True)
 class RankRecipe:
-    """What a plan of this hash means for a rank; by (mask, backward) its passes and calls."""
+    """What one rank needs to run the plan with this hash; ``passes`` and ``calls`` are keyed by (mask, backward)."""
 
     plan_hash: str
     rank: int
@@ -35,7 +35,7 @@ class RankRecipe:
 
 
 def rank_recipe(plan: Plan, rank: int, packing: str | None = None) -> RankRecipe:
-    """Derive it all; ``packing`` as of :func:`flexcp.executor.run.pass_recipe.pass_recipe`."""
+    """Derive the recipe of a rank; ``packing`` is passed to :func:`flexcp.executor.run.pass_recipe.pass_recipe`."""
     masks = (
         () if plan.shape.latent is not None else range(len(plan.programs))
     )  # latent attention has a program of its own

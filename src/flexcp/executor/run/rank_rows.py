@@ -1,8 +1,7 @@
-"""Rank rows: which tokens of the stream are on a rank, in which order,
-and where they stand in their documents. Integers; no tensor.
+"""Rank rows: which stream tokens a rank keeps, in which order, and their positions in their documents, as integers.
 
-``local_stream`` is the coordinate every per-token tensor of a rank hangs on: computed from the plan alone, for any
-rank, so that each side of a move knows what the other sends without asking.
+``local_stream`` maps the rows of a rank's per-token tensors to stream tokens. It is computed from the plan alone, for
+any rank, so both sides of a transfer know what the other sends.
 """
 
 from __future__ import annotations
@@ -22,38 +21,40 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankRows:
-    """Of each local row the stream token (-1 for a pad) and the position in its document (0 for a pad); and local rows
-    in stream order, None when they already are.
-    """
+    """The rows of one rank, in local order."""
 
     tokens: Ints
+    """The stream token of each row, -1 for a pad."""
     positions: Ints | None
-    """None where the batch's masks disagree about positions, which whoever asks is told then."""
+    """The position of each row in its document, 0 for a pad. None if the batch's masks disagree about positions; the
+    step raises when it is asked for them.
+    """
     order: Ints | None
+    """The rows sorted by stream token; None if they already are."""
 
 
 def local_stream(placement: Placement, rank: int) -> Ints:
-    """The stream token of each of a rank's rows, in local order; pads lie beyond the batch's tokens."""
+    """Return the stream token of each of a rank's rows, in local order; pads have numbers beyond the batch's tokens."""
     runs = placement.runs.take(placement.runs.rank == rank)
     index, within = spread(runs.stop - runs.start)
     return runs.start[index] + within
 
 
 def row_positions(plan: Plan, stream: Ints) -> Ints:
-    """The positions of a rank's rows, by their stream tokens."""
+    """Return the position in its document of each row, given the rows' stream tokens; 0 for pads."""
     batch = plan.batch
     places = token_positions(batch, np.minimum(stream, batch.tokens - 1))
     return np.where(stream < batch.tokens, places, 0)
 
 
 def stream_order(stream: Ints) -> Ints | None:
-    """Local rows in stream order, by their stream tokens; None when they already are."""
+    """Return the rows sorted by their stream tokens, or None if they already are."""
     order = np.argsort(stream, kind="stable")
     return None if np.array_equal(order, np.arange(len(order))) else order
 
 
 def rank_rows(plan: Plan, rank: int) -> RankRows:
-    """The rows of a rank."""
+    """Derive the rows of a rank from the plan."""
     stream = local_stream(plan.placement, rank)
     try:
         positions = row_positions(plan, stream)

@@ -1,10 +1,12 @@
-"""A rank recipe as bytes between a planner process and the training process that started it, and back.
+"""Recipe bytes: convert a rank recipe to bytes and back, to send it from a planner process to the training process.
 
-A pickle in which every array stands as a number, beside a table of the different arrays: forward and backward, sender
-and receiver share most of theirs. All arrays together are one column of differences, deflated, because index maps
-ascend one by one. Inflating runs beside the training thread: it holds no lock of the interpreter.
+The bytes are a pickle in which each array is replaced by its number in a table of distinct arrays: forward and
+backward, sender and receiver share most of theirs. All arrays together are stored as one column of differences,
+compressed by zlib, because index maps mostly ascend by one. Decompression releases the interpreter lock, so it runs
+beside the training thread.
 
-Only for the pipe to a process of one's own: unlike a plan's file, reading this believes what it reads.
+Use this only on the pipe from a process that the training process started itself: unlike the reader of plan files,
+unpickling trusts its input.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from numpy.typing import NDArray
 from flexcp.executor.run.rank_recipe import RankRecipe
 
 LEVEL = 1
-"""Of deflating: differences are so regular that more effort gains little."""
+"""Compression level of zlib: the differences are so regular that higher levels gain little."""
 
 
 def pack_recipe(recipe: RankRecipe) -> bytes:
-    """The recipe as bytes."""
+    """Return the recipe as bytes."""
     buffer = io.BytesIO()
     writer = _Writer(buffer)
     writer.dump(recipe)
@@ -38,7 +40,7 @@ def pack_recipe(recipe: RankRecipe) -> bytes:
 
 
 def unpack_recipe(data: bytes) -> RankRecipe:
-    """The recipe that :func:`pack_recipe` wrote."""
+    """Return the recipe that :func:`pack_recipe` wrote."""
     shapes, steps, body = pickle.loads(zlib.decompress(data))
     column = np.cumsum(steps, dtype=np.int64)
     reader = _Reader(io.BytesIO(body))
@@ -53,7 +55,7 @@ def unpack_recipe(data: bytes) -> RankRecipe:
 
 
 class _Writer(pickle.Pickler):
-    """Keeps the different arrays apart, and writes their numbers."""
+    """Pickles an object, with each array replaced by its number in ``arrays``, which holds the distinct ones."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -71,6 +73,8 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
+    """Reads what :class:`_Writer` wrote, given the same ``arrays``."""
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.arrays: list[NDArray[Any]] = []

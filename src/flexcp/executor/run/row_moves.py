@@ -1,10 +1,11 @@
-"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers,
-made ahead of it; no tensor.
+"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, derived from a program as tables of
+integers.
 
-The heads of a row lie side by side on a shelf and in a message, so every block is a list of *runs*: so many rows of so
-many numbers, at a step, between a pair of tensors. All messages of a stage are one allocation, so a few pairs (a field
-of a shelf and the messages) hold all that is to be moved for all peers, and one launch moves it, however many blocks
-there are. Outputs are reduced message by message, which keeps their order fixed.
+The heads of a row lie side by side on a shelf and in a message, so every block is a list of *row runs*: some number of
+rows of equal length, at equal distances, that move from one tensor to another. All messages of a stage lie in one
+allocation, so a few pairs of tensors (a field of a shelf, and the messages) cover everything that moves to or from all
+peers. One launch moves all of it, however many blocks there are. Outputs are reduced message by message, so that their
+order is fixed.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from flexcp.shape import DTYPE_BYTES, FIELDS, OUTPUTS, Field, Kind, Shape
 
 Ints = NDArray[np.int64]
 PAIRS = 4
-"""Pairs of tensors that one launch moves rows between, at most: what the kernels of ``row_kernels.py`` take."""
+"""The most pairs of tensors that one launch moves rows between; the kernels of ``row_kernels.py`` take that many."""
 RUN_BYTES = 32_768
 RUN_ROWS = 16
-"""What one program moves at most, unless a single row is longer; it walks its rows one after the other."""
+"""The most bytes and rows of one row run, which one GPU program moves row by row; a longer row is a run by itself."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows of a field, on a shelf or in the stage's messages (shelf None):
-    row r begins at number ``start + r * step``.
+    """Rows of a field on a shelf, or in the stage's messages (``shelf`` None). Row r begins at element
+    ``start + r * step``.
     """
 
     shelf: int | None
@@ -46,8 +47,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of ``length`` numbers from one place to another:
-    copied, added, or merged by their LSEs (one for each of ``heads``).
+    """Rows of ``length`` elements that are copied, added or merged (``what``) from one place to another. Outputs are
+    merged by their LSEs, one for each of ``heads`` heads, at the places ``lse``.
     """
 
     what: str
@@ -59,34 +60,35 @@ class Move:
 
     @property
     def plain(self) -> bool:
-        """Whether bytes are only copied."""
+        """Whether the move is a copy without a change of dtype."""
         return self.what == "copy" and self.source.dtype == self.target.dtype
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Moves of one key can be one launch."""
+        """What moves must have in common to share a launch."""
         return ("bytes",) if self.plain else (self.what, self.source.dtype, self.target.dtype)
 
     @property
     def pair(self) -> tuple[object, ...]:
-        """Moves between the same tensors."""
+        """What identifies the two tensors; equal for moves between the same ones."""
         return self.source.shelf, self.target.shelf, self.target.name, self.source.dtype
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Moves of one key: one move of each pair of tensors, and all their runs as a table."""
+    """Moves with the same key: ``pairs`` has one move for each pair of tensors, ``table`` the row runs of all moves."""
 
     pairs: tuple[Move, ...]
     table: Ints
     word: int
-    """Bytes of what the table counts: words where bytes are copied, else 0 for numbers."""
+    """The unit of the table: words of so many bytes in a plain copy, or 0 for elements."""
     longest: int
+    """The longest row in that unit; in a merge, the most heads of a row."""
 
 
 @dataclass(frozen=True)
 class RowMoves:
-    """By stage, the launches that fill messages, that take them in, and that move what stays on the rank."""
+    """By stage, the launches that fill messages, that take in received ones, and that move blocks inside the rank."""
 
     packs: list[list[Launch]]
     unpacks: list[list[Launch]]
@@ -94,7 +96,7 @@ class RowMoves:
 
 
 def row_moves(program: RankProgram, shape: Shape) -> RowMoves:
-    """The launches of a program."""
+    """Derive the launches of a program."""
     made = _Builder(program, shape)
     return RowMoves(
         [made.launches(made.leaving(slot.send)) for slot in program.slots],
@@ -107,11 +109,14 @@ def row_moves(program: RankProgram, shape: Shape) -> RowMoves:
 
 
 class _Builder:
+    """Makes moves and launches for one program."""
+
     def __init__(self, program: RankProgram, shape: Shape) -> None:
         self.program, self.shape = program, shape
         self.accumulator = "float64" if shape.dtype == "float64" else "float32"
 
     def leaving(self, messages: list[Message]) -> Iterator[Move]:
+        """Yield the copies that fill messages from shelves."""
         for blocks in self._in_messages(messages):
             for block, places in blocks:
                 for field in FIELDS[block.kind]:
@@ -119,24 +124,29 @@ class _Builder:
                     yield Move("copy", self._on_shelf(block, field), there, self._length(block, field))
 
     def arrivals(self, messages: list[Message]) -> list[Launch]:
-        """Inputs of all messages together, then outputs message by message."""
+        """Return the launches that take in messages: inputs of all messages together, then outputs one message after
+        the other.
+        """
         laid: list[Move] = []
         summed: list[Launch] = []
         for blocks in self._in_messages(messages):
             taken = [list(self._taken_in(block, places)) for block, places in blocks]
             laid += [move for moves in taken for move in moves if move.what == "copy"]
             outputs = [moves for moves in taken if moves and moves[0].what != "copy"]
-            # Rows that appear twice in a message must not meet in one launch.
+            # One launch must not write a row twice, so blocks that may share rows get separate launches.
             if _disjoint([block for block, _ in blocks if block.kind in OUTPUTS]):
                 outputs = [[move for moves in outputs for move in moves]]
             summed += [launch for moves in outputs for launch in self.launches(moves)]
         return self.launches(laid) + summed
 
     def inside(self, here: Block, there: Block) -> Iterator[Move]:
+        """Yield the moves of a block from one shelf of this rank to another."""
         return self._taken_in(there, {field.name: self._on_shelf(here, field) for field in FIELDS[here.kind]})
 
     def _taken_in(self, block: Block, places: dict[str, Place]) -> Iterator[Move]:
-        """What happens to the fields of a block that came: inputs are copied, gradients added, outputs merged."""
+        """Yield the moves of a block from these places to its shelf: inputs are copied, gradients added, outputs
+        merged.
+        """
         fields = {field.name: field for field in FIELDS[block.kind]}
         if block.kind == Kind.O:
             lse = (places["lse"], self._on_shelf(block, fields["lse"]))
@@ -148,16 +158,18 @@ class _Builder:
             yield Move(what, places[name], self._on_shelf(block, field), self._length(block, field))
 
     def _length(self, block: Block, field: Field) -> int:
+        """Return the elements of a block's row in one field."""
         return (block.h1 - block.h0) * field.numbers(self.shape)
 
     def _on_shelf(self, block: Block, field: Field) -> Place:
+        """Return the place of a block's field on its shelf."""
         shelf, numbers = self.program.shelves[block.shelf], field.numbers(self.shape)
         dtype = self.shape.dtype if field.precise is False else self.accumulator
         step = (shelf.h1 - shelf.h0) * numbers
         return Place(block.shelf, field.name, dtype, block.rows, block.h0 * numbers, step)
 
     def _in_messages(self, messages: list[Message]) -> Iterator[list[tuple[Block, dict[str, Place]]]]:
-        """For each message its blocks with the places of their fields."""
+        """Yield for each message its blocks, with the places of their fields in the message."""
         starts = aligned_starts([message_bytes(message, self.shape) for message in messages])
         for message, begin in zip(messages, starts, strict=False):
             found: dict[int, dict[str, Place]] = {id(block): {} for block in message.blocks}
@@ -169,6 +181,7 @@ class _Builder:
             yield [(block, found[id(block)]) for block in message.blocks]
 
     def launches(self, moves: Iterable[Move]) -> list[Launch]:
+        """Group moves into as few launches as possible."""
         groups: dict[tuple[object, ...], dict[tuple[object, ...], list[Move]]] = {}
         for move in moves:
             groups.setdefault(move.key, {}).setdefault(move.pair, []).append(move)
@@ -180,6 +193,7 @@ class _Builder:
         return found
 
     def _launch(self, pairs: list[list[Move]]) -> Launch:
+        """Return the launch of moves, grouped by pairs of tensors."""
         examples = tuple(moves[0] for moves in pairs)
         word = 0
         if examples[0].what == "merge":
@@ -194,8 +208,8 @@ class _Builder:
 
 
 def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
-    """(first row here, first row there, rows) of stretches in which both ascend one by one,
-    of at most ``most`` rows.
+    """Split a move of rows into stretches of at most ``most`` rows that ascend by one on both sides: (first source row,
+    first target row, rows of each).
     """
     if isinstance(source, slice) and isinstance(target, slice):
         first = np.array([[source.start], [target.start]])
@@ -210,7 +224,9 @@ def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]
 
 
 def _runs(move: Move, pair: int) -> Ints:
-    """Columns ``pair, from, to, length, rows, step from, step to``, in bytes if plain, else in numbers."""
+    """Return the row runs of a copy or an addition, one per column, with the rows ``pair, from, to, length, rows, step
+    from, step to``: in bytes for a plain copy, else in elements.
+    """
     unit = DTYPE_BYTES[move.source.dtype] if move.plain else 1
     gapless = move.source.step == move.target.step == move.length
     most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.source.dtype]))
@@ -225,7 +241,9 @@ def _runs(move: Move, pair: int) -> Ints:
 
 
 def _merged_runs(move: Move) -> Ints:
-    """Columns ``rows, heads``, then first number and step of: from, to, LSE from, LSE to."""
+    """Return the row runs of a merge, one per column: ``rows, heads``, then the first element and the step of source,
+    target, source LSE and target LSE.
+    """
     assert move.lse is not None
     most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.target.dtype]))
     here, there, rows = _stretches(move.source.rows, move.target.rows, min(most, RUN_ROWS))
@@ -236,7 +254,9 @@ def _merged_runs(move: Move) -> Ints:
 
 
 def _count_in_words(runs: Ints) -> int:
-    """Change runs of bytes to the longest words (up to 16 bytes) that divide all of them; the bytes of a word."""
+    """Change row runs in place from bytes to the longest words (at most 16 bytes) that divide all of their numbers, and
+    return the bytes of a word.
+    """
     counted = (1, 2, 3, 5, 6)
     common = int(np.bitwise_or.reduce([np.bitwise_or.reduce(runs[column]) for column in counted], initial=16))
     word = common & -common
@@ -246,7 +266,9 @@ def _count_in_words(runs: Ints) -> int:
 
 
 def _disjoint(blocks: list[Block]) -> bool:
-    """Whether no two blocks of a kind can touch the same rows and heads of a shelf."""
+    """Return whether no two blocks of the same kind can touch the same rows and heads of a shelf (judged by the range
+    from first to last row).
+    """
     if len(blocks) < 2:
         return True
     ends = [

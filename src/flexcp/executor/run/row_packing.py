@@ -1,6 +1,6 @@
-"""Row packing: what :mod:`flexcp.executor.run.packing` does, on a GPU, in a few launches per stage.
+"""Row packing: a :class:`flexcp.executor.run.packing.Packing` for GPUs, which needs only a few launches per stage.
 
-:mod:`flexcp.executor.run.row_moves` says what a launch moves; its tables are uploaded once per program.
+:mod:`flexcp.executor.run.row_moves` makes the tables of what each launch moves; they are uploaded once per program.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ assert PAIRS <= row_kernels.PAIRS, "row_moves.py, which loads no Triton, has a n
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A launch with its table on the device."""
+    """A launch, and its table on the device."""
 
     made: Launch
     table: Tensor
 
 
 class RowPacking:
-    """Copies and reductions by tables of rows."""
+    """Fills, takes in and moves blocks by tables of rows."""
 
     def __init__(self, program: RankProgram, shape: Shape, types: Types, moves: RowMoves | None = None) -> None:
         found = moves or row_moves(program, shape)
@@ -52,6 +52,7 @@ class RowPacking:
 
 
 def _run(launch: _OnDevice, memory: Tensor | None, shelves: Shelves) -> None:
+    """Run one launch between shelves and ``memory``, the bytes of the stage's messages."""
     move = launch.made.pairs[0]
     pairs = [(_tensor(m.source, memory, shelves), _tensor(m.target, memory, shelves)) for m in launch.made.pairs]
     if move.what == "merge":
@@ -69,7 +70,7 @@ def _run(launch: _OnDevice, memory: Tensor | None, shelves: Shelves) -> None:
 
 
 def _tensor(place: Place, memory: Tensor | None, shelves: Shelves) -> Tensor:
-    """The shelf's field, or the bytes of the stage's messages."""
+    """Return the tensor of a place: a field of a shelf, or ``memory``, the bytes of the stage's messages."""
     if place.shelf is not None:
         return shelves[place.shelf][place.name]
     assert memory is not None

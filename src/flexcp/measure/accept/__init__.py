@@ -1,1 +1,1 @@
-"""The first run on a cluster: what flexcp takes for granted of it, checked on all its ranks."""
+"""The first run on a cluster (``flexcp accept``): checks of everything that flexcp assumes about it, on all ranks."""

@@ -1,15 +1,15 @@
-"""Accept: what flexcp takes for granted of a cluster, checked on all its ranks in the order in which it can go wrong.
+"""Checks of everything that flexcp assumes about a cluster, on all its ranks, in the order in which things can go
+wrong.
 
-1. *Versions* and *hosts*, from the ranks' cards, without a group. What fails here would spoil the rest, which is then
-   not run.
+1. *Versions* and *hosts*, from the ranks' cards, without a process group. If one of these fails, the rest is not run.
 2. *Exactness*: small plans of several strategies against dense attention on one rank, over the backend of real steps.
 3. *Links* inside nodes and across them, pair by pair.
 4. *Predicted time*: a cost model is fitted to kernels and links as measured here, then every strategy is planned,
-   predicted and timed. On GPUs the median error is judged; CPU ranks and those of a rehearsal share what they run on,
-   so their times are only shown.
+   predicted and timed. On GPUs the median error is judged. CPU ranks and the ranks of a rehearsal share cores or GPUs,
+   so their times are shown but not judged.
 
-:func:`accept` is collective. What it finds grows in an :class:`Acceptance`, so that a run which ends early still has a
-report.
+:func:`accept` is collective. It adds its results to an :class:`Acceptance` as it goes, so that a run which ends early
+still has a report.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ from flexcp.shape import Shape
 
 FORMAT = "flexcp-accept-1"
 MOST_ERROR = 0.3
-"""Of the predicted time, median over strategies, on GPUs."""
+"""The largest accepted error of predicted times on GPUs: the median over strategies."""
 LONGEST_EXACT = 2048
-"""Tokens of a document in the check of exactness, whose reference is dense."""
+"""The most tokens of a document in the exactness check, whose reference is dense attention."""
 CPU_TOKENS, CPU_WORK = (256, 512, 1024), ("causal", "full", "docs4", "docs16")
 Begin = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked: the cluster that the ranks should be, and attention, documents and strategies to try on it."""
+    """What to check: the cluster that the ranks should form,
+    and the attention, documents and strategies to run on it.
+    """
 
     cluster: Cluster
     shape: Shape
@@ -69,7 +71,7 @@ class Setting:
 
 @dataclass
 class Acceptance:
-    """What was found so far."""
+    """The results so far."""
 
     setting: Setting
     cards: list[RankCard] = field(default_factory=list)
@@ -84,11 +86,11 @@ class Acceptance:
 
     @property
     def failures(self) -> list[str]:
-        """Everything that is wrong, a line each."""
+        """All failures, one line each."""
         return [f"{check.name}: {line}" for check in self.checks for line in check.failures]
 
     def to_json(self) -> dict[str, Any]:
-        """The documented keys."""
+        """Return the results as JSON with the documented keys."""
         setting = self.setting
         return {
             "format": FORMAT,
@@ -119,10 +121,12 @@ class Acceptance:
 
 
 def accept(found: Acceptance, start: Callable[[], dist.ProcessGroup], begin: Begin = lambda _: None) -> bool:
-    """Collective over all ranks, whose cards ``found`` holds: whether everything passed, on all of them; what was
-    found, on rank 0.
+    """Run all checks; collective over the ranks whose cards ``found`` holds. Returns on every rank whether all checks
+    passed;
+    ``found`` has the results on rank 0.
 
-    ``start`` makes the group, where the checks before it passed; ``begin`` is told each step.
+    ``start`` makes the process group and is called only if the checks before it passed; ``begin`` is called with the
+    name of each step.
     """
     setting = found.setting
     found.checks += [
@@ -148,7 +152,7 @@ def accept(found: Acceptance, start: Callable[[], dist.ProcessGroup], begin: Beg
 
 
 def _exactness(group: dist.ProcessGroup, setting: Setting, begin: Begin) -> Check:
-    """On rank 0 the check; on others one that passed."""
+    """Check exactness: the result on rank 0, on other ranks a check that passed."""
     ranks = setting.cluster.ranks
     batch = make_batch([min(LONGEST_EXACT, 32 * ranks + 5), min(LONGEST_EXACT, 8 * ranks), 17, 1], causal())
     shape = setting.shape if setting.device == "cuda" else replace(setting.shape, dtype="float64")
@@ -181,7 +185,7 @@ def _exactness(group: dist.ProcessGroup, setting: Setting, begin: Begin) -> Chec
 
 
 def _calibration(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> Calibration:
-    """The cost model of these ranks and links, the same on all of them."""
+    """Fit the cost model of these ranks and links; every rank returns the same one."""
     setting = found.setting
     work = (GPU_TOKENS, GPU_WORK) if setting.device == "cuda" else (CPU_TOKENS, CPU_WORK)
     task, model = KernelTask(setting.shape, setting.device, *work), dense_model(setting.shape)
@@ -197,9 +201,7 @@ def _calibration(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> C
         measured = replace(measured, links=link_times_of(group, found.links, setting.device))
     begin("fitting the cost model")
     shared: list[Any] = [None]
-    if (
-        dist.get_rank(group) == 0
-    ):  # it measures how kernels and copies slow each other, which would differ on every rank
+    if dist.get_rank(group) == 0:  # contention of kernels and copies is measured here, and would differ between ranks
         shared = [calibrated(measured, task, model, "accepted", found.cards[0].gpu or "CPU ranks")]
     dist.broadcast_object_list(shared, group=group, group_src=0)
     calibration: Calibration = shared[0]
@@ -207,7 +209,7 @@ def _calibration(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> C
 
 
 def _speeds(links: list[PairLink]) -> dict[str, int]:
-    """Speeds of both levels, as far as they were measured; the latency is that of the level further out."""
+    """Return the median speeds of the measured levels; the latency is that of links across nodes, if there are any."""
     speeds: dict[str, int] = {}
     for across, name in ((False, "intra_mbps"), (True, "inter_mbps")):
         level = [link for link in links if link.across == across]

@@ -1,7 +1,7 @@
-"""Checks: what was looked at, what was found, and a line for each thing that is wrong, with its value and the way out.
+"""Checks of a cluster: a name, what was found, and a line for each failure with the value and the way out.
 
-Here are those that need only the ranks' cards: that all run the same versions, and that the cluster's nodes are the
-hosts.
+This file has the checks that need only the ranks' cards: whether all ranks run the same versions, and whether the
+cluster's nodes are the hosts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flexcp.executor.exchange.hosts import shared_host, split_node
 from flexcp.measure.accept.rank_cards import RankCard, rank_words
 
 VERSIONS = ("flexcp", "source", "python", "torch", "nccl", "device")
-"""Fields of a card that are the same on all ranks."""
+"""Fields of a card that must be the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, in a few words; ``failures`` says what is wrong, a line for each;
-    ``missing`` why it could not be looked at.
+    """The result of one check: ``value`` is what was found in a few words, ``failures`` one line for each failure,
+    ``missing`` the reason if the check could not run.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Check:
 
 
 def versions_check(cards: Sequence[RankCard]) -> Check:
-    """Whether all ranks run the same versions, and the same code of flexcp."""
+    """Check whether all ranks run the same versions, and the same code of flexcp."""
     failures = []
     for field in VERSIONS:
         values = [str(getattr(card, field)) for card in cards]
@@ -47,7 +47,7 @@ def versions_check(cards: Sequence[RankCard]) -> Check:
         for value, _ in others:
             odd = [card for card in cards if getattr(card, field) == value]
             if field == "source" and any(card.flexcp != _usual(cards, "flexcp") for card in odd):
-                continue  # another version is said already
+                continue  # the other version has been reported already
             failures.append(f"{_who(odd)} {_difference(field, value, usual, len(odd) > 1)}")
     first = cards[0]
     words = f"flexcp {first.flexcp}, torch {first.torch}, Python {first.python}"
@@ -56,7 +56,7 @@ def versions_check(cards: Sequence[RankCard]) -> Check:
 
 
 def hosts_check(cards: Sequence[RankCard], cluster: Cluster, rehearsal: bool) -> Check:
-    """Whether the cluster's nodes are the hosts, and every rank has a GPU of its own. A rehearsal shares both."""
+    """Check whether the cluster's nodes are the hosts, and every rank has its own GPU. A rehearsal may share both."""
     hosts = [card.host for card in cards]
     found = [split_node(cluster, hosts)]
     if not rehearsal:

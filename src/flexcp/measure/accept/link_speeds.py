@@ -1,15 +1,14 @@
-"""Link speeds: what every link that a plan may use carries, inside nodes and across them,
-and whether that is what it should.
+"""Speeds of the links that a plan may use, inside nodes and across them, and whether they are fast enough.
 
-Ranks exchange in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so links that
-ranks share are measured shared. Inside a node every rank meets every other (a tournament, in rounds); across nodes it
-meets the rank of its own place in other nodes. Of many, the first :data:`MOST_ROUNDS` rounds are taken, in which every
-rank still takes part. Messages grow until one takes :data:`LONG_NS`. A pair's time is its slower end's in its fastest
-repeat.
+Ranks exchange messages in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so
+shared links are measured while they are shared. Inside a node every rank meets every other rank, in rounds like those
+of a tournament. Across nodes a rank meets the ranks with its own place in other nodes. At most :data:`MOST_ROUNDS`
+rounds are run, enough for every rank to take part. Messages grow until one takes :data:`LONG_NS`. The time of a pair is
+that of its slower end in the fastest repeat.
 
-A level's usual speed is the median over ranks of each one's fastest link: one slow host has slow links with all others,
-which are most of them where hosts are few. A link is too slow below half of the usual speed, or below half of what the
-cluster says of its level. In a rehearsal only the first rule counts.
+The usual speed of a level is the median over ranks of each rank's fastest link. (A median over links would be wrong:
+with few hosts, one slow host makes most links slow.) A link is too slow below half of the usual speed, or below half of
+the cluster's stated speed for its level. In a rehearsal only the first rule counts.
 """
 
 from __future__ import annotations
@@ -28,17 +27,19 @@ from flexcp.measure.calibrate.links import LinkTimes, exchange_samples
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 ALWAYS = 4
-"""So many of them are measured however long they take: fewer have no slope with one held out."""
+"""The number of sizes that are measured however long they take:
+with fewer, no slope could be fitted with one held out.
+"""
 LONG_NS = 1e8
 MOST_ROUNDS = 8
 REPEATS = 5
 LEAST_SHARE = 0.5
-"""Of its level's usual speed, or of the cluster's, that a link must carry."""
+"""The least share of its level's usual speed, or of the cluster's stated speed, that a link must reach."""
 
 
 @dataclass(frozen=True)
 class PairLink:
-    """Ranks that exchanged, and nanoseconds by size of a message."""
+    """Two ranks that exchanged messages, and the nanoseconds for each message size."""
 
     a: int
     b: int
@@ -47,8 +48,8 @@ class PairLink:
 
     @property
     def mbps(self) -> float:
-        """Megabytes a second, each way: what the largest message has more than the smallest,
-        over the time that takes.
+        """Megabytes a second each way: the difference of the largest and the smallest message over the difference
+        of their times.
         """
         more = max(1.0, self.ns[-1] - self.ns[0])
         return 1000 * (SIZES[len(self.ns) - 1] - SIZES[0]) / more
@@ -59,12 +60,14 @@ class PairLink:
 
 
 def level_words(across: bool) -> str:
-    """Which links."""
+    """Return the name of a level: inside or across nodes."""
     return "across nodes" if across else "inside nodes"
 
 
 def measure_level(group: dist.ProcessGroup, cluster: Cluster, across: bool, device: str) -> list[PairLink]:
-    """Collective: the links of a level, the same on all ranks; none where the cluster has no such links."""
+    """Measure the links of a level; collective, with the same result on all ranks.
+    Empty if the cluster has no such links.
+    """
     rank, found = dist.get_rank(group), []
     for pairs in _pairings(cluster, across):
         partner = next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
@@ -82,8 +85,9 @@ def measure_level(group: dist.ProcessGroup, cluster: Cluster, across: bool, devi
 
 
 def link_times_of(group: dist.ProcessGroup, links: Sequence[PairLink], device: str) -> LinkTimes:
-    """Collective: the links as calibration takes them, with what one more message costs:
-    the smallest to several ranks at once.
+    """Return the links in the form that calibration takes, with the cost of one more message; collective.
+
+    That cost comes from sending the smallest message to several ranks at once.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     distances = range(1, min(ranks, MOST_ROUNDS + 1))
@@ -96,7 +100,7 @@ def link_times_of(group: dist.ProcessGroup, links: Sequence[PairLink], device: s
 
 
 def _pairings(cluster: Cluster, across: bool) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of ranks that exchange at the same time, round by round."""
+    """Yield for each round the pairs of ranks that exchange at the same time."""
     each = cluster.ranks_per_node
     if across:
         for pairs in tournament(cluster.nodes):
@@ -107,18 +111,20 @@ def _pairings(cluster: Cluster, across: bool) -> Iterator[list[tuple[int, int]]]
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which everybody meets one other (but one, of an odd number), until all have met or it is enough."""
+    """Return rounds in which every player meets one other (with an odd number one pauses),
+    at most MOST_ROUNDS of them.
+    """
     size = players + players % 2
     rounds = []
     for turn in range(min(size - 1, MOST_ROUNDS)):
-        # The last stays where it is and the others go round it.
+        # The circle method: the last player keeps its place, and the others rotate around it.
         pairs = [(turn, size - 1)] + [((turn - i) % (size - 1), (turn + i) % (size - 1)) for i in range(1, size // 2)]
         rounds.append(sorted((min(p), max(p)) for p in pairs if max(p) < players))
     return [pairs for pairs in rounds if pairs]
 
 
 def usual_mbps(level: Sequence[PairLink]) -> float:
-    """The speed that links of a level have where nothing is wrong with them."""
+    """Return the speed of a level's undisturbed links: the median over ranks of each rank's fastest link."""
     fastest: dict[int, float] = {}
     for link in level:
         for rank in (link.a, link.b):
@@ -127,7 +133,7 @@ def usual_mbps(level: Sequence[PairLink]) -> float:
 
 
 def links_check(links: Sequence[PairLink], cluster: Cluster, cards: Sequence[RankCard], rehearsal: bool) -> Check:
-    """Whether every link carries what it should."""
+    """Check whether every link is fast enough."""
     failures: list[str] = []
     words = []
     for across in (False, True):
@@ -152,7 +158,7 @@ def links_check(links: Sequence[PairLink], cluster: Cluster, cards: Sequence[Ran
 def _slow_lines(
     slow: Sequence[PairLink], level: Sequence[PairLink], usual: float, cluster: Cluster, cards: Sequence[RankCard]
 ) -> list[str]:
-    """A line for each rank or node all of whose links are slow, and for each other slow pair."""
+    """Return a line for each rank or node with only slow links, and for each other slow pair."""
     lines, rest = [], list(slow)
     across = level[0].across
     places = range(cluster.nodes if across else cluster.ranks)

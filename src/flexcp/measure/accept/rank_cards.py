@@ -1,8 +1,8 @@
-"""Rank cards: what each rank says of itself, gathered through the store before any group is made.
+"""Rank cards: a description of each rank, gathered through the store before any process group is made.
 
-Where a rank runs, on which device, and the versions of everything that plans and results depend on. No collective is
-needed for it, so it also works where the ranks could not make a group, and a rank that never comes is known by its
-number.
+A card tells where a rank runs, on which device, and the versions of everything that plans and results depend on. No
+collective is needed, so cards are available even if the ranks cannot make a group, and a rank that never starts can be
+named.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class RankCard:
-    """A rank: its host, its process, what it computes on, and the versions it runs.
-    ``source`` is a hash of flexcp's own code.
-    """
+    """A rank's host, process, device and versions; ``source`` is a hash of flexcp's own code."""
 
     rank: int
     host: str
@@ -50,7 +48,7 @@ class RankCard:
 
 
 def own_card(rank: int, device: str) -> RankCard:
-    """The card of this process, which computes on ``device``, cpu or cuda."""
+    """Return the card of this process, which computes on ``device`` (cpu or cuda)."""
     gpu, gpu_id, nccl = "", "", ""
     if device == "cuda":
         found = torch.cuda.get_device_properties()
@@ -72,7 +70,7 @@ def own_card(rank: int, device: str) -> RankCard:
 
 
 def source_hash(folder: Path) -> str:
-    """Twelve digits that any change of a Python file below the folder changes."""
+    """Return twelve hexadecimal digits that depend on every Python file below the folder."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
@@ -80,7 +78,9 @@ def source_hash(folder: Path) -> str:
 
 
 def roll_call(store: Store, card: RankCard, ranks: int, seconds: float) -> list[RankCard]:
-    """The cards of all ranks; RuntimeError that names those that did not come within so many seconds."""
+    """Publish this rank's card and return the cards of all ranks;
+    raises RuntimeError with the missing ranks after ``seconds``.
+    """
     store.set(_key(card.rank), json.dumps(asdict(card)))
     deadline = time.monotonic() + seconds
     while not store.check([_key(rank) for rank in range(ranks)]):
@@ -92,7 +92,7 @@ def roll_call(store: Store, card: RankCard, ranks: int, seconds: float) -> list[
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """Ranks by number, in words; of many only the first."""
+    """Return rank numbers in words, the first few if there are many."""
     named = ", ".join(map(str, ranks[:MOST_NAMED]))
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

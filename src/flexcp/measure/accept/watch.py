@@ -1,11 +1,12 @@
-"""Watch: whatever goes wrong on some rank ends on all of them, soon, in one line that names the rank.
+"""A watch that ends all ranks soon after one of them fails, with one line that names the failed rank.
 
-Every rank says in the store which step it is in. A thread looks at the clock, at a signal to stop (torchrun sends one
-when another rank of the host died), and once a second whether another rank has said that something is wrong. When one
-of these happens, or the work raises, the rank leaves a word and waits a moment for those of the others. Who left none
-died or stands still; else it is the rank whose trouble came first. The lowest rank that can speak tells, and all leave.
+Every rank writes its current step to the store. A thread watches three things: the time limit, a signal to stop
+(torchrun sends one when another rank of the host died), and once a second whether another rank has reported trouble.
+When one of them happens, or the work raises, the rank writes a last *word* to the store and waits a moment for the
+words of the others. Ranks that left no word died or hang; if all left one, the rank whose trouble came first is blamed.
+The lowest rank that left a word prints the line, and all ranks exit.
 
-The thread has a connection to the store of its own, because the work may be waiting on the other one.
+The thread has its own connection to the store, because the work may be blocked on the other one.
 """
 
 from __future__ import annotations
@@ -30,14 +31,12 @@ from flexcp.measure.accept.rank_cards import ASK_EVERY_SECONDS, rank_words
 
 LOOK_EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""How long words of other ranks are waited for."""
+"""How long to wait for the words of other ranks."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank says at its end: the number and name of its step, what happened,
-    and whether it was an error of its own.
-    """
+    """A rank's last message: number and name of its step, what happened, and whether the error was its own."""
 
     number: int
     step: str
@@ -46,8 +45,9 @@ class Word:
 
 
 class Watch:
-    """Watches this rank's steps. Use as a context manager around them; ``tell`` is called on one rank,
-    ``leave`` on all.
+    """Watches the steps of this rank; used as a context manager around them.
+
+    ``tell`` is called with the line on one rank, ``leave`` with the exit status on all.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Watch:
         self.rank, self.ranks = rank, ranks
         self.step_seconds, self.tell, self.leave = step_seconds, tell, leave
         self.names: Mapping[int, str] = {}
-        """Ranks in words, as soon as their hosts are known."""
+        """Names of the ranks for messages, set once their hosts are known."""
         self._last = time.monotonic() + all_seconds
         self._number, self._step, self._deadline = 0, "start", self._last
         self._ending, self._done = threading.Lock(), threading.Event()
@@ -72,19 +72,19 @@ class Watch:
         self._thread = threading.Thread(target=self._look, daemon=True, name="flexcp-watch")
 
     def begin(self, step: str) -> None:
-        """The next step, which has its own time."""
+        """Begin the next step, which has its own time limit."""
         self._number, self._step = self._number + 1, step
         self._deadline = min(self._last, time.monotonic() + self.step_seconds)
         self.store.set(f"at/{self.rank}", json.dumps([self._number, step]))
 
     def failed(self, what: str) -> None:
-        """Something went wrong on this rank: end on all."""
+        """Report that something went wrong on this rank, and end all ranks."""
         self._end(what, own=True)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # A signal is only heard by Python between two of its own instructions, and the work may be waiting inside a
-            # library.
+            # Python runs signal handlers only between its own instructions, and the work may be blocked inside a
+            # library. The wakeup descriptor reaches the thread at once.
             self._writes.setblocking(False)
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._writes.fileno())
@@ -114,7 +114,7 @@ class Watch:
                 self._end("heard of trouble", own=False)
 
     def _trouble(self) -> int | None:
-        """The rank whose trouble came first; None where there is none, or nobody answers yet."""
+        """Return the rank whose trouble came first; None if there is none, or the store does not answer."""
         try:
             return within(
                 GRACE_SECONDS, lambda: int(self.store.get("trouble")) if self.store.check(["trouble"]) else None
@@ -124,7 +124,7 @@ class Watch:
 
     def _end(self, what: str, own: bool) -> None:
         if not self._ending.acquire(blocking=False):
-            self._done.wait()  # another thread is at it
+            self._done.wait()  # another thread is already ending
             return
         try:
             line, teller = within(4 * GRACE_SECONDS, lambda: self._agreed(Word(self._number, self._step, what, own)))
@@ -142,7 +142,7 @@ class Watch:
         self.leave(1)
 
     def _agreed(self, word: Word) -> tuple[str, bool]:
-        """What to tell, and whether it is this rank's to tell it; when it is not, it has been told."""
+        """Return the line to print, and whether this rank prints it; if another rank does, wait until it has."""
         self.store.set(f"word/{self.rank}", json.dumps(asdict(word)))
         first = int(self.store.compare_set("trouble", "", str(self.rank)))
         words = self._words()
@@ -166,7 +166,7 @@ class Watch:
             time.sleep(ASK_EVERY_SECONDS)
 
     def _places(self) -> dict[int, tuple[int, str]]:
-        """The step that each rank said it was in, where it said so."""
+        """Return the number and name of the step that each rank wrote last."""
         keys = {rank: f"at/{rank}" for rank in range(self.ranks)}
         return {rank: tuple(json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
@@ -179,7 +179,7 @@ def blame(
     names: Mapping[int, str],
     seconds: float,
 ) -> str:
-    """Which rank it was, and what became of it, in one line with the way out."""
+    """Return one line that names the failed rank, what happened to it, and what to do."""
     silent = [rank for rank in range(ranks) if rank not in words]
     if silent:
         who, one = _who(silent, names), len(silent) == 1

@@ -1,1 +1,1 @@
-"""A cost model fitted on this machine."""
+"""Fitting a cost model to this machine."""

@@ -1,11 +1,11 @@
-"""Calibrate: measure this machine and fit a cost model to it, in under two minutes (an H200: 62 s).
+"""Calibration: measure this machine and fit a cost model to it, in under two minutes (62 s on an H200).
 
-Kernels, the rest of a layer and links are measured apart (:mod:`calibrate_kernels`, :mod:`calibrate_layers`,
-:mod:`calibrate_links`) and fitted (:mod:`fit`); every third measurement is held out and tells the error. The peak that
-efficiencies refer to is a large matrix product, measured in the same run. On CPU ranks all ranks measure at the same
-time, because that is how they will run; compute and transfers are then assumed not to slow each other further. On a GPU
-their slowdown is measured beside a copy (:mod:`kernel_margin`), where Triton is there; and where the Hopper kernel
-runs, prices of its tiles are fitted too (:mod:`calibrate_tiles`).
+Kernels, the rest of a layer and links are measured separately (``kernels.py``, ``layers.py``, ``links.py``) and fitted
+(``fit.py``). Every third measurement is held out and gives the error. Efficiencies are relative to a peak, the speed of
+a large matrix product measured in the same run. CPU ranks all measure at the same time, because that is how they will
+run; compute and transfers are then assumed not to slow each other further. On a GPU with Triton this mutual slowdown is
+measured beside a copy (:mod:`flexcp.measure.kernels.margin`), and if the Hopper kernel runs there, prices of its tiles
+are fitted too (``tiles.py``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from flexcp.shape import Shape
 
 Run = Callable[..., list[Any]]
 STANDSTILL = 100_000
-"""Per mille: attention that makes no progress beside a transfer."""
+"""Slowdown, per mille, of attention that makes no progress beside a transfer."""
 NOISE = 0.02
-"""Speeds of transfers at two margins that differ by less are the same."""
+"""Transfer speeds at two margins that differ by less than this fraction count as equal."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks measured, the median over ranks."""
+    """The measurements, each the median over ranks."""
 
     gflops: float
     samples: list[Sample]
@@ -52,7 +52,7 @@ class Measured:
 def measure(
     run: Run, ranks: int, task: KernelTask, model: Model, say: Callable[[str], None] = lambda _: None
 ) -> Measured:
-    """Measure through ``run(function, *arguments)``, which calls a function on every rank."""
+    """Measure everything that a calibration needs; ``run(function, *arguments)`` calls a function on every rank."""
     cpu = task.device == "cpu"
     say("matrix products")
     gflops = statistics.median(run(matrix_gflops, task, 512 if cpu else 8192))
@@ -78,15 +78,15 @@ def _medians(ranks: Sequence[list[Sample]]) -> list[Sample]:
 
 
 def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machine: str) -> Calibration:
-    """The cost model that fits, with its errors on what was held out."""
+    """Fit the cost model, and compute its errors on the held-out measurements."""
     shape = task.shape
-    # Sorted by time, so that what is held out lies among what is fitted.
+    # Sorted by time, so that held-out samples lie between fitted ones.
     fitted, held = split(sorted(found.samples, key=lambda s: s.ns))
     kernel = fit_kernels(fitted)
     held_out = {"kernels": errors([kernel.ns(s) for s in held], [s.ns for s in held])}
     flops = 2 * (shape.head_dim + shape.v_head_dim)
     speeds = {"gflops": max(1, round(found.gflops * 1000 / PEAK_PERMILLE[shape.dtype]))}
-    peak = speeds["gflops"] * PEAK_PERMILLE[shape.dtype] / 1000  # FLOPs of a nanosecond, as the model will know it
+    peak = speeds["gflops"] * PEAK_PERMILLE[shape.dtype] / 1000  # FLOPs per nanosecond, as the cost model computes it
     linear_flops = 3 * model.linear_flops_per_token(shape)
     pairs = list(zip(found.layers.tokens, found.layers.ns, strict=True))
     layer_fit, layer_held = split(pairs)
@@ -133,7 +133,11 @@ def _links(found: LinkTimes) -> tuple[dict[str, int], Errors]:
 
 
 def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
-    """What attention and a copy cost each other at the margins a plan may choose from, for both kinds of transfers."""
+    """Measure how much attention and a copy slow each other, for every margin a plan may choose and both kinds of
+    transfers.
+
+    Returns arguments of a cost model.
+    """
     from flexcp.executor.kernels import has_triton
 
     if not has_triton():
@@ -148,12 +152,13 @@ def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
 
 
 def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
-    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table`
+    """Make the contention rows of a cost model from a :func:`flexcp.measure.kernels.margin.margin_table`
     for one kind of transfer.
 
-    How slow attention is beside a transfer follows from one that it outlasts: what it took longer than alone is what it
-    lost meanwhile. A margin never makes attention faster, nor a transfer slower: where noise says so, alone counts as
-    1, beside a copy as no less than alone, and speeds of transfers as their mean.
+    The slowdown of attention beside a transfer follows from a transfer that ends before attention does: attention's
+    extra time was lost while the transfer ran. A margin cannot make attention faster or a transfer slower. Where noise
+    says otherwise, attention alone counts as 1, attention beside a copy as no faster than alone, and transfer speeds
+    are averaged.
     """
     measured = {(row["way"], row["margin"]): row for row in table}
     found = []
@@ -167,9 +172,9 @@ def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
 
 
 def rising(values: Sequence[int]) -> list[int]:
-    """The nearest values that never fall, nor rise by less than ``NOISE``: runs that would are their mean.
+    """Return the nearest values that never fall and rise by at least ``NOISE``; runs that do not are averaged.
 
-    More multiprocessors left do not make a transfer slower, and a plan should not leave more of them for a gain that is
+    Leaving more multiprocessors free cannot slow a transfer, and a plan should not leave more free for a gain that is
     noise.
     """
     runs: list[list[int]] = []
@@ -182,15 +187,17 @@ def rising(values: Sequence[int]) -> list[int]:
 
 
 def _slowed(row: dict[str, Any], whole: float) -> int:
-    """Per mille of ``whole``, attention that takes every multiprocessor, while a transfer is under way."""
+    """Return the time of attention during a transfer, per mille of ``whole``,
+    its time alone with all multiprocessors.
+    """
     copied = row["copy with attention ms"]
     lost = row["attention with short copy ms"] - row["attention alone ms"]
-    done = copied - max(0.0, lost)  # of attention's own time, while the copy ran
+    done = copied - max(0.0, lost)  # attention's progress while the copy ran, in its own time
     return min(STANDSTILL, _permille(row["attention alone ms"] / whole * copied / done)) if done > 0 else STANDSTILL
 
 
 def calibrate_here(shape: Shape, ranks: int, device: str, say: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Calibrate on this machine: CPU ranks of a pool, or this process's GPU (with the group it may be in)."""
+    """Calibrate this machine: a pool of CPU ranks, or this process's GPU, with its process group if it is in one."""
     model = dense_model(shape)
     if device == "cuda":
         task = KernelTask(shape, "cuda", GPU_TOKENS, GPU_WORK)

@@ -1,12 +1,11 @@
-"""Fits: the cost model's numbers from measured times, and how wrong they are on times they did not see.
+"""Fits of the cost model's numbers to measured times, and their errors on held-out times.
 
-Relative errors are what counts, so every fit divides by what was measured. Attention takes
-``a * (pairs + c * row tiles) * heads + k`` nanoseconds, with an own ``a`` for each direction, one ``c`` (in pairs) and
-one ``k`` (the start of a kernel) for both: for a given c that is linear, and c is searched on a grid. A time on a link
-is its latency and its bytes at a bandwidth.
+Relative errors count, so every fit divides by the measured time. Attention takes ``a * (pairs + c * row tiles) * heads
++ k`` nanoseconds: each direction has its own ``a``, and both share ``c`` (in pairs) and ``k`` (the start of a kernel).
+For a given c this is linear, and c is searched on a grid. A message takes the latency plus its bytes over the bandwidth
+of the link.
 
-Every third sample of the sorted list is *held out*: it takes no part in the fit, and errors are those on the held-out
-ones.
+Every third sample of the sorted list is *held out*: it takes no part in the fit, and errors are computed on these.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 HOLD_EVERY = 3
 TILE_PRICES = (0, *(round(1024 * 2 ** (i / 6)) for i in range(49)))
-"""Pairs that 128 rows may cost besides their own, up to 256 of them against 1,024 keys."""
+"""Candidates for the fixed cost of a tile of 128 rows, in pairs: 0, and 1,024 to 256 x 1,024."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured kernel: pairs and tiles of 128 rows (both over all query heads), direction, nanoseconds."""
+    """One measured kernel: pairs and tiles of 128 rows (both counted for all query heads), direction, nanoseconds."""
 
     name: str
     pairs: int
@@ -40,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class KernelFit:
-    """Nanoseconds of a pair forward and backward, pairs of a row tile, nanoseconds of a launch."""
+    """Nanoseconds of a pair in each direction, cost of a row tile in pairs, and nanoseconds of a launch."""
 
     forward: float
     backward: float
@@ -53,17 +52,17 @@ class KernelFit:
 
 
 def split(samples: Sequence[T]) -> tuple[list[T], list[T]]:
-    """(fitted, held out)."""
+    """Split samples into (fitted, held out)."""
     held = list(samples[1::HOLD_EVERY])
     return [s for i, s in enumerate(samples) if i % HOLD_EVERY != 1], held
 
 
 def fit_kernels(samples: Sequence[Sample], launch: bool = True) -> KernelFit:
-    """The fit with the least mean square of relative errors; without ``launch`` kernels start for free.
+    """Return the fit with the least mean square of relative errors; without ``launch`` kernels start for free.
 
-    Where no launch that costs something leaves pairs a positive time (a busy machine can measure less work as slower),
-    kernels start for free too: samples that fit nothing then show in the errors of those held out, which a calibration
-    states.
+    If a launch with a positive cost would leave pairs without a positive time (on a busy machine less work can be
+    measured as slower), kernels start for free too. Samples that fit badly then show in the held-out errors of the
+    calibration.
     """
     if not {s.backward for s in samples} == {False, True} or len(samples) < 4:
         raise ValueError(f"a fit needs at least 4 samples with both directions; got {len(samples)}")
@@ -83,7 +82,7 @@ def fit_kernels(samples: Sequence[Sample], launch: bool = True) -> KernelFit:
 
 
 def fit_link(size: Sequence[int], ns: Sequence[float]) -> tuple[float, float]:
-    """(latency in nanoseconds, nanoseconds of a byte) of times of messages."""
+    """Fit message times and return (latency in nanoseconds, nanoseconds per byte)."""
     a = np.stack([np.ones(len(size)), np.array(size, float)], axis=1)
     latency, each = _solved(a, np.array(ns, float))
     if latency < 0:
@@ -92,12 +91,12 @@ def fit_link(size: Sequence[int], ns: Sequence[float]) -> tuple[float, float]:
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """Relative errors of predictions."""
+    """Return statistics of the relative errors of predictions."""
     off = np.abs(np.array(predicted) / np.array(measured) - 1)
     return Errors(len(off), *(round(float(x), 5) for x in (np.median(off), np.quantile(off, 0.9), off.max())))
 
 
 def _solved(a: Floats, y: Floats) -> Floats:
-    """Least squares of relative errors."""
+    """Solve ``a @ x = y`` for the least squares of relative errors."""
     found, *_ = np.linalg.lstsq(a / y[:, None], np.ones(len(y)), rcond=None)
     return np.asarray(found)

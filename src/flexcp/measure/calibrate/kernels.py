@@ -1,9 +1,9 @@
-"""Kernel times for calibration: a spread of masks and sizes, both directions,
-with the kernel that would be chosen on the device.
+"""Kernel times for calibration: many masks and sizes in both directions,
+with the kernel that flexcp would choose on the device.
 
-On CPU ranks the function runs on all ranks of a group at once: ranks that share cores are timed as they will run. On a
-GPU times are between two events, with enough queued before them that the host is ahead: a launch takes it 100 to 200
-us, longer than small kernels run.
+CPU ranks all measure at once, because ranks that share cores will also run at once. On a GPU times are taken between
+two events, with enough work queued before them to keep the host ahead: a launch takes the host 100 to 200 us, longer
+than small kernels run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ GPU_WORK = (*WORK, "window", "docs64")
 
 @dataclass(frozen=True)
 class KernelTask:
-    """What is measured: the shape (with its dtype), device, stream lengths and workloads, and how often each."""
+    """What to measure: the shape (with its dtype), device, stream lengths and workloads,
+    and how often to repeat each.
+    """
 
     shape: Shape
     device: str = "cpu"
@@ -43,7 +45,7 @@ class KernelTask:
 
 
 def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sample]:
-    """Collective where there is a group: every workload forward and backward, all ranks together."""
+    """Measure every workload forward and backward; collective if there is a group, with all ranks starting together."""
     found = []
     for tokens in task.tokens:
         for name in task.names:
@@ -55,21 +57,21 @@ def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sa
 
 
 def sample_of(name: str, tokens: int, shape: Shape, backward: bool, ns: float) -> Sample:
-    """A measured workload."""
+    """Return the sample of a measured workload, with its pairs and tiles."""
     work = workload(name, tokens)
     tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
     return Sample(f"{name} {tokens}", work.pairs() * shape.heads, tiles * shape.heads, backward, ns)
 
 
 def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) -> float:
-    """GFLOP/s of a square matrix product in the task's dtype."""
+    """Return the GFLOP/s of a square matrix product in the task's dtype."""
     dtype = getattr(torch, task.shape.dtype)
     a = torch.ones(size, size, dtype=dtype, device=task.device)
     return 2 * size**3 / _timed(lambda: a @ a, task.repeats, task.device, group)
 
 
 def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
-    shape, device = task.shape, torch.empty(0, device=task.device).device  # with its number
+    shape, device = task.shape, torch.empty(0, device=task.device).device  # with its index
     dtype = getattr(torch, shape.dtype)
     kernel = find_kernel(choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim).kernel)
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
@@ -84,7 +86,7 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
     lse = torch.full((n, shape.heads), -torch.inf, dtype=more, device=device)
 
     def forward() -> None:
-        lse.fill_(-torch.inf)  # as a first stage finds it; the fill, some microseconds on a GPU, is in the time
+        lse.fill_(-torch.inf)  # as in a first stage; the fill, some microseconds on a GPU, is part of the time
         kernel.forward(q, k, v, slices, settings, out, lse)
 
     yield forward
@@ -94,14 +96,14 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
 
 
 def _repeats(tokens: int, task: KernelTask) -> int:
-    """How often a kernel is timed. The longest on CPUs, which take seconds, once:
-    calibration is to last two minutes at most.
+    """Return how often a kernel is timed. On CPUs the longest kernels take seconds and are timed once,
+    because calibration should last two minutes at most.
     """
     return 1 if task.device == "cpu" and tokens >= LONG else task.repeats
 
 
 def _timed(call: Callable[[], Any], repeats: int, device: str, group: dist.ProcessGroup | None) -> float:
-    """Nanoseconds of a call: the median of a few, after one to warm up; or of a single one.
+    """Return the median nanoseconds of some calls after one to warm up, or of a single call.
     All ranks start together.
     """
     if repeats > 1:
@@ -121,7 +123,7 @@ def _cpu_ns(call: Callable[[], Any]) -> float:
 
 
 def keep_busy() -> None:
-    """Some milliseconds of work for the device, so that what is queued next waits for it and not for the host."""
+    """Queue some milliseconds of work on the GPU, so that the next kernels wait for the device and not for the host."""
     a = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
     for _ in range(3):
         torch.mm(a, a, out=torch.empty_like(a))

@@ -1,5 +1,5 @@
-"""What surrounds attention, for calibration: matrix products of a layer's rest,
-and what autograd keeps of it for each token.
+"""The layer around attention, for calibration: the time of its matrix products,
+and the bytes that autograd saves for each token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Tokens and nanoseconds of the rest of a layer, both ways; bytes a token leaves for the backward,
-    attention's own included.
+    """Nanoseconds of the rest of a layer, forward and backward, by number of tokens; ``token_bytes`` are the bytes
+    that a token leaves for the backward, attention's own included.
     """
 
     tokens: tuple[int, ...]
@@ -31,7 +31,7 @@ class LayerTimes:
 def layer_times(
     group: dist.ProcessGroup | None, shape: Shape, model: Model, device: str, tokens: tuple[int, ...], repeats: int = 3
 ) -> LayerTimes:
-    """Collective where there is a group. The layer is projections and a gated feed-forward, without norms."""
+    """Measure a layer of projections and a gated feed-forward, without norms; collective if there is a group."""
     dtype = getattr(torch, shape.dtype)
     out_size, kv_size = shape.heads * shape.v_head_dim, shape.kv_heads * (shape.head_dim + shape.v_head_dim)
     used = model.feed_forward * model.experts_active
@@ -63,7 +63,7 @@ def _layer(x: Tensor, weights: list[Tensor], out_size: int) -> Tensor:
 
 
 def _kept_bytes(weights: list[Tensor], out_size: int, shape: Shape, model: Model, device: str) -> int:
-    """Bytes of distinct storages that autograd saves for one of 128 tokens, with attention's q, k, v, out and LSE."""
+    """Return the bytes that autograd saves per token, each storage once, with attention's q, k, v, out and LSE."""
     tokens = 128
     known = {w.untyped_storage().data_ptr() for w in weights}
     total = 0

@@ -1,8 +1,9 @@
 """Link times for calibration: messages of growing size between neighbours, both ways at once,
 as the executor posts them.
 
-Every rank sends to the next and receives from the one before, so that all ports are busy. One message to each of
-several peers tells what one more message costs. The same calls run on gloo and, on GPUs, on NCCL (there unrun).
+Every rank sends to the next and receives from the previous one, so that all ports are busy. Sending to several peers at
+once gives the cost of one more message. The same calls run on gloo and on NCCL (the latter not yet run by calibration
+on several GPUs).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Nanoseconds of the slowest rank: of a message of each size to one peer, and of the smallest to every peer."""
+    """Nanoseconds on the slowest rank: for a message of each size to one peer,
+    and for the smallest message to every peer.
+    """
 
     size: tuple[int, ...]
     ns: tuple[float, ...]
@@ -28,7 +31,7 @@ class LinkTimes:
 
 
 def link_times(group: dist.ProcessGroup, device: str = "cpu", repeats: int = 7, distance: int = 1) -> LinkTimes:
-    """Collective: exchange with the rank ``distance`` further, then with all."""
+    """Time exchanges with the ranks ``distance`` places away, then with all; collective."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks < 2:
         raise ValueError("links need at least 2 ranks")
@@ -39,7 +42,7 @@ def link_times(group: dist.ProcessGroup, device: str = "cpu", repeats: int = 7, 
 
 
 def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int) -> float:
-    """The median over repeats of the slowest rank."""
+    """Return the slowest rank's nanoseconds, the median over repeats."""
     mine = exchange_samples(group, peers, size, device, repeats)
     slowest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
@@ -49,11 +52,11 @@ def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: i
 def exchange_samples(
     group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int
 ) -> list[float]:
-    """Collective: nanoseconds this rank took to send ``size`` bytes to the first of each pair and
-    to receive as many from the second.
+    """Return the nanoseconds in which this rank sends ``size`` bytes to the first rank of each pair
+    and receives as many from the second; collective.
 
-    All ranks begin together, one repeat after the other; the first, in which connections are made, is not among them. A
-    rank without peers only begins.
+    All ranks start each repeat together. The first repeat, in which connections are made, is dropped. A rank without
+    peers takes part only in the barriers.
     """
     out = torch.zeros(size, dtype=torch.uint8, device=device)
     into = [torch.empty_like(out) for _ in peers]

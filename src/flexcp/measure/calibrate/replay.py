@@ -1,10 +1,10 @@
-"""Replay: every rank's real kernels of a plan, one after the other on one device, put into simulated communication.
+"""Replay: the real kernels of every rank of a plan run on one device, and the simulator adds the communication.
 
-What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes,
-filled with random numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these
-times in the place of modelled ones. So a plan for 64 ranks can be judged on one GPU by kernels that really ran, which
-the planner's choice did not know. Packing and reductions are simulated, and what transfers cost compute is the cost
-model's. Runs on a CPU too.
+The kernels of each slot are launched as the executor would launch them (the same work lists over shelves of the same
+sizes, filled with random numbers) and timed alone. :func:`flexcp.simulator.training.simulate` then runs the plan with
+these times instead of the cost model's. A plan for 64 ranks can so be judged on one GPU by kernels that really ran and
+that did not influence the planner's choice. Packing, reductions and the slowdown of compute by transfers are still
+those of the cost model. Replay also runs on a CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replay(
     kernel: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
-    """The plan on simulated time with measured compute."""
+    """Simulate the plan with measured kernel times."""
     found: dict[tuple[int, bool], Ints] = {}
     for mask in range(len(plan.programs)):
         for backward in (False, True):
@@ -58,9 +58,9 @@ def replay(
 def slot_times(
     plan: Plan, mask: int, backward: bool, device: str = "cpu", repeats: int = 3, kernel: str | None = None
 ) -> Ints:
-    """Nanoseconds ``[rank, slot]`` of the kernels of one pass, the median of ``repeats``."""
+    """Return the nanoseconds ``[rank, slot]`` of the kernels of one pass, each the median of ``repeats``."""
     shape = plan.shape
-    dtype, where = getattr(torch, shape.dtype), torch.empty(0, device=device).device  # with its number
+    dtype, where = getattr(torch, shape.dtype), torch.empty(0, device=device).device  # with its index
     module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
     times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
     for rank in range(plan.ranks):
@@ -79,12 +79,12 @@ def slot_times(
 
 
 def _statistics(shelves: dict[int, Fields]) -> list[Tensor]:
-    """The LSEs of all shelves: a forward begins with none."""
+    """Return the LSE tensors of all shelves, which a forward begins with at -inf."""
     return [fields["lse"] for fields in shelves.values() if "lse" in fields]
 
 
 def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[int, Fields]:
-    """Every shelf's tensors with random inputs; results as zeros."""
+    """Return the tensors of every shelf: random inputs, zeros for results."""
     dtype = getattr(torch, shape.dtype)
     more = accumulator_dtype(dtype)
     found = {}
@@ -111,7 +111,7 @@ def _call(
     backward: bool,
     device: torch.device,
 ) -> Callable[[], Any]:
-    """One launch, ready to go."""
+    """Return a function that makes one kernel launch."""
     work, heads, groups = launch.work, launch.heads, launch.groups
     counts = (heads.stop - heads.start, groups.stop - groups.start)
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
@@ -129,8 +129,9 @@ def _call(
 def _timed(
     slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
 ) -> NDArray[np.float64]:
-    """Nanoseconds of each slot, the median of passes after a first one;
-    the tensors of ``new`` begin a pass with -inf.
+    """Return the nanoseconds of each slot, the median over passes after a warm-up.
+
+    The tensors of ``new`` are filled with -inf before every pass.
     """
     samples = []
     for _ in range(repeats + 1):

@@ -1,9 +1,9 @@
-"""Prices of tiles for calibration, where the Hopper kernel runs: fitted to single calls and to slots of real plans.
+"""Prices of tiles for calibration, if the Hopper kernel runs: fitted to single calls and to slots of real plans.
 
-Single calls are the workloads of :mod:`calibrate_kernels`, with all heads and with one KV head's. Slots of real plans
-bring what those lack: many short lists one after the other, and rows that have results already. Every third single
-call, sorted by time, and whole plans of other strategies and lengths are held out; errors are those on what was held
-out, of plans a rank's slots together.
+Single calls are the workloads of ``kernels.py``, once with all heads and once with the heads of one KV head. Slots of
+real plans add what these lack: many short work lists one after the other, and rows that already have results. Every
+third single call (sorted by time) is held out, and so are whole plans of other strategies and lengths. Errors are
+computed on what was held out; for plans, on the sum of a rank's slots.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELD_OUT = (
     ("longtail", 4, "zigzag"),
     ("longtail", 4, "ulysses"),
 )
-"""(lengths, ranks, strategy)."""
+"""(lengths, ranks, strategy) of the plans that are not fitted."""
 TOKENS_PER_RANK = 8192
 
 
@@ -57,20 +57,20 @@ class PlanSlots:
 
 
 def has_tiles(shape: Shape) -> bool:
-    """Whether the kernel that would run here is one whose launches can be counted."""
+    """Return whether this GPU would run the Hopper kernel, the one whose launches can be counted."""
     dtype = getattr(torch, shape.dtype)
-    where = torch.empty(0, device="cuda").device  # with its number
+    where = torch.empty(0, device="cuda").device  # with its index
     return choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim).kernel == "hopper"
 
 
 def one_kv_head(shape: Shape) -> Shape:
-    """The heads that a rank has of these when each KV head is another's."""
+    """Return the shape of a rank that has one KV head and its query heads."""
     return Shape(shape.queries_per_key, 1, shape.head_dim, shape.v_head_dim, shape.dtype)
 
 
 def measure_plans(task: KernelTask) -> list[PlanSlots]:
-    """Every rank's slots of the plans, one after the other on this GPU;
-    what a strategy refuses with these heads is left out.
+    """Time the slots of every rank of the plans on this GPU;
+    plans that a strategy refuses for these heads are left out.
     """
     found = []
     for name in (*FITTED, *HELD_OUT):
@@ -86,7 +86,7 @@ def measure_plans(task: KernelTask) -> list[PlanSlots]:
 
 @cache
 def the_plan(lengths: str, ranks: int, strategy: str, shape: Shape) -> Plan:
-    """The plan of a name: the same on every machine."""
+    """Return a plan for calibration, which is the same on every machine."""
     sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
     planner = Planner(*sizes, dtype=shape.dtype, cluster=cluster("h100", 1, ranks), strategy=strategy)
     return planner(draw_lengths(lengths, TOKENS_PER_RANK * ranks, 0))
@@ -95,7 +95,7 @@ def the_plan(lengths: str, ranks: int, strategy: str, shape: Shape) -> Plan:
 def fit_tiles(
     shape: Shape, units: int, singles: Mapping[Shape, Sequence[Sample]], plans: Sequence[PlanSlots]
 ) -> tuple[TileTimes, dict[str, Errors]]:
-    """Prices, and their errors on single calls (``tiles``) and on ranks of plans (``plans``) that were held out."""
+    """Fit the prices, and return them with their errors on held-out single calls (``tiles``) and plans (``plans``)."""
     prices: list[CallPrices] = []
     pairs: dict[str, list[tuple[float, float]]] = {"tiles": [], "plans": []}
     for backward in (False, True):
@@ -114,7 +114,7 @@ def fit_tiles(
 
 
 def single_call(shape: Shape, sample: Sample, units: int) -> TimedCalls:
-    """A measured workload with what its programs walk."""
+    """Return a measured workload with the counts of its programs."""
     name, tokens = sample.name.split()
     slices = workload(name, int(tokens)).slices()
     call = counted(slices, shape.heads, shape.kv_heads, shape, units, sample.backward, adds=False)

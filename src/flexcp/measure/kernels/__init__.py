@@ -1,1 +1,1 @@
-"""Kernels timed by themselves."""
+"""Benchmarks of attention kernels by themselves."""

@@ -1,13 +1,13 @@
-"""The kernel benchmark: ours beside every baseline the machine has, on one GPU, in one run.
+"""The kernel benchmark: our kernels and all other installed ones, on one GPU, in one run.
 
-Contenders of a workload are timed in turns, round after round, so that the chip's clock and temperature are the same
-for all; the number is the median over rounds of the mean of a few launches between two events. Only useful work counts:
-4 x pairs x heads x head size forward, 2.5 times that backward. Beside it stands the percentage of the rate of a large
-matrix product, measured in the same run.
+All contenders of a workload are timed in turns, round after round, so that the chip's clock and temperature are the
+same for all. A result is the median over rounds of the mean of a few launches between two events. Only useful work
+counts: 4 x pairs x heads x head size forward, 2.5 times that backward. Results are also given as a percentage of the
+rate of a large matrix product, measured in the same run.
 
 Ours are the bare kernels (``cute``, ``hopper``, ``triton``) and the whole call (``op``: :func:`flexcp.slice_attention`,
-with everything around the kernel). The kernels are first compared with float64 on rows and keys drawn at random, for
-every result. Baselines are not checked.
+with everything around the kernel). The kernels' results are first compared with float64 on randomly drawn rows and
+keys. The other contenders are not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OURS = ("cute", "hopper", "triton", "op")
 BASELINES = ("fa4", "cudnn", "flash", "flex", "flexfa4", "varlen")
 ALLOWED_ERROR = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 BACKWARD = 2.5
-"""Work of a backward in forwards: five matrix products to two."""
+"""FLOPs of a backward relative to a forward: five matrix products instead of two."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Heads:
 
 @dataclass
 class Result:
-    """One contender on one workload: milliseconds and TFLOP/s each way, errors by result (ours),
-    or why there is none.
+    """One contender on one workload: milliseconds and TFLOP/s of each direction, errors of the results (ours only),
+    or why the contender did not run.
     """
 
     contender: str
@@ -77,7 +77,7 @@ class Calls:
 def bench(
     names: list[str], tokens: int, heads: Heads, contenders: list[str], rounds: int = 7, check: bool = True
 ) -> list[Result]:
-    """Time each of ``contenders`` on each workload."""
+    """Time every contender on every workload."""
     device = torch.device("cuda", torch.cuda.current_device())
     results: list[Result] = []
     for name in names:
@@ -105,10 +105,11 @@ def bench(
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.0) -> dict[str, float]:
-    """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``.
+    """Return the milliseconds of each call, timed in turns, ``rounds`` times; a turn has as many launches as fill
+    ``span_ms``.
 
-    A chip lowers its clock under heavy work, and who follows a light contender would find it high for some time: so a
-    call runs for three spans before it is timed.
+    A chip lowers its clock under heavy work, and after a light contender the clock stays high for some time. Each call
+    therefore runs for three spans before it is timed.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
@@ -117,8 +118,8 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.
         counts[name] = max(1, round(span_ms / max(1e-3, _milliseconds(call, 2))))
     names = list(calls)
     for number in range(rounds):
-        # Another one first in every round, and in every other round the other way round, so that no pair stays
-        # neighbours in one order.
+        # A different call comes first in every round, and every other round is reversed, so that no two calls always
+        # follow each other in the same order.
         first = number % len(names)
         turn = names[first:] + names[:first]
         for name in turn if number % 2 == 0 else turn[::-1]:
@@ -138,7 +139,7 @@ def _milliseconds(call: Callable[[], Any], count: int) -> float:
 
 
 def matrix_rate(size: int = 8192, rounds: int = 7) -> float:
-    """TFLOP/s of a bfloat16 matrix product."""
+    """Return the TFLOP/s of a bfloat16 matrix product."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / timed({"product": lambda: a @ b}, rounds)["product"] / 1e9
 
@@ -152,7 +153,7 @@ class _Tensors:
 
 
 def random_tensors(tokens: int, heads: Heads, device: torch.device, seed: int = 0) -> _Tensors:
-    """Random q, k, v and output gradient."""
+    """Return random q, k, v and output gradient."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(count: int) -> Tensor:
@@ -163,7 +164,7 @@ def random_tensors(tokens: int, heads: Heads, device: torch.device, seed: int = 
 
 
 def _calls(contender: str, work: Workload, heads: Heads, device: torch.device) -> Calls | str:
-    """The contender's launches, or why it has none."""
+    """Return the contender's launches, or why it cannot run."""
     if contender == "op":
         return _op_calls(work, random_tensors(work.tokens, heads, device))
     if contender in OURS:
@@ -186,7 +187,7 @@ def _calls(contender: str, work: Workload, heads: Heads, device: torch.device) -
 
 
 def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Settings | None = None) -> Calls:
-    """Launches of one of our kernels."""
+    """Return the launches of one of our kernels."""
     kernel = find_kernel(name)
     settings = settings or Settings(heads.head_dim**-0.5, fresh=True)
     device = x.q.device
@@ -211,7 +212,9 @@ def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Setti
 
 
 def _op_calls(work: Workload, x: _Tensors) -> Calls:
-    """The whole differentiable call, with everything around the kernels that the baselines' own calls do too."""
+    """Return calls of the whole differentiable operation,
+    which includes everything that the baselines' calls include.
+    """
     slices = packed_slices(work.lengths, work.mask)
     q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
 
@@ -272,14 +275,14 @@ def _fa4_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
 
 
 def _first(result: Any) -> Tensor:
-    """The output, of functions that may return an LSE with it."""
+    """Return the output of a function that may return an LSE with it."""
     return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
 
 def _flex_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # each mask is a new graph, and dynamo gives up on a function after a few
+    torch._dynamo.reset()  # each mask is a new graph, and dynamo gives up on a function after a few graphs
     mod = mask_mod(work, x.q.device)
     tokens = work.tokens
     blocks = None if mod is None else create_block_mask(mod, None, None, tokens, tokens, device=str(x.q.device))
@@ -296,7 +299,7 @@ def _varlen_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
         return "causal and full documents only"
     borders = torch.tensor(np.cumsum((0, *work.lengths)), dtype=torch.int32, device=x.q.device)
     share = x.q.shape[1] // x.k.shape[1]
-    # The public function takes as many KV heads as query heads.
+    # The public function needs as many KV heads as query heads.
     q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, *(t.repeat_interleave(share, 1) for t in (x.k, x.v))))
     longest, window = max(work.lengths), (-1, 0) if work.mask == masks.causal() else (-1, -1)
 
@@ -307,7 +310,9 @@ def _varlen_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
 
 
 def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device, count: int = 64) -> dict[str, float]:
-    """Errors of a kernel's results against float64 on ``count`` rows and keys; raises where one is too large."""
+    """Return the errors of a kernel's results against float64 on ``count`` rows and keys;
+    raises if one is too large.
+    """
     x = random_tensors(work.tokens, heads, device, seed=1)
     slices, scale, share = work.slices(), heads.head_dim**-0.5, heads.heads // heads.kv_heads
     kernel = find_kernel(name)
@@ -348,8 +353,8 @@ def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device,
 
 
 def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
-    """Whether each of the rows ``at`` sees each key (``[rows, keys]``),
-    or each of the keys ``at`` is seen (``[rows, keys]``).
+    """Return as ``[rows, keys]`` which keys the rows ``at`` see (``by_row``),
+    or by which rows the keys ``at`` are seen.
     """
     other = np.arange(tokens)
     q, k = (at[:, None], other[None, :]) if by_row else (other[:, None], at[None, :])
@@ -360,8 +365,10 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
 
 
 def table(results: list[Result], product: float) -> str:
-    """The results as a Markdown table: TFLOP/s (percent of the matrix product's) forward / backward,
-    and the op's over the best other's.
+    """Return the results as a Markdown table.
+
+    Cells are TFLOP/s forward (with the percentage of the matrix product) / backward; the last column is ``op`` over the
+    best baseline.
     """
     columns = [c for c in (*OURS, *BASELINES) if any(r.contender == c and r.forward for r in results)]
     lines = ["| tokens | work | " + " | ".join(columns) + " | op / best other |", "| --- " * (3 + len(columns)) + "|"]
@@ -388,7 +395,7 @@ def table(results: list[Result], product: float) -> str:
 
 
 def as_data(results: list[Result], product: float, heads: Heads) -> dict[str, Any]:
-    """Everything measured, and on what, as plain JSON values."""
+    """Return all results, with the machine they were measured on, as JSON values."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Work lists of a plan, run and timed as the executor runs them: one rank's lists of a pass one after the other."""
+"""The work lists of a rank's pass, run and timed one after the other as the executor runs them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from flexcp.measure.kernels.bench import BACKWARD, Heads, random_tensors, timed
 from flexcp.plan.memory import QUERIES
 
 SIZE = 128
-"""Of a head."""
+"""Head size."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, whether
-    that shelf's dq may be open while it runs, and the runs of rows that it begins and finishes, where the rank's lists
-    do so with all of its own.
+    """A work list of a plan, with what is needed to run it alone.
+
+    ``rows`` and ``keys`` are the sizes of its query and key shelves, ``h0`` to ``h1`` its heads on query shelf
+    ``shelf``. ``open_dq`` tells whether that shelf's dq may stay open while the list runs. ``begins`` and ``finishes``
+    are the runs of rows that the list begins and finishes; None if the rank's lists do not begin and finish all of its
+    own rows.
     """
 
     slices: Any
@@ -42,7 +45,7 @@ class Listed:
 
 
 def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
-    """The work lists of each slot of a rank's program."""
+    """Return the work lists of each slot of a rank's program."""
     touched, finished = touched_dq(program), None if backward else finished_rows(program)
     found = []
     for at, slot in enumerate(program.slots):
@@ -69,17 +72,17 @@ def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
 
 
 class RankLists:
-    """Lists of one rank and direction with tensors of their sizes,
+    """The work lists of one rank and direction with tensors of their sizes,
     ready to run one after the other as the executor runs them.
 
-    Lists of a query shelf add to the same results, which begin with LSEs of -inf or are begun and finished by lists, or
-    to a dq of zeros that is closed at the end where a list leaves it open.
+    Lists of a query shelf add to the same results. In a forward the LSE starts at -inf, unless the lists themselves
+    begin and finish all rows. In a backward dq starts at zero, and is closed at the end if a list leaves it open.
     """
 
     def __init__(self, kernel: str, lists: list[Listed], backward: bool) -> None:
         self.module, self.backward = find_kernel(kernel), backward
         self.flops, self.computed = 0.0, 0.0
-        """Useful operations, and those that whole tiles make of them."""
+        """FLOPs that are useful, and FLOPs that whole tiles compute."""
         self._shelves: dict[int, tuple[Tensor, ...]] = {}
         self._begun: dict[int, bool] = {}
         self._calls: list[Callable[[Settings], Any]] = []
@@ -91,7 +94,7 @@ class RankLists:
         self._opened = {x.shelf: x.shelf == QUERIES and own_alone and finishes for x in lists if x.open_dq and may_open}
 
     def run(self, settings: Settings) -> None:
-        """All of them, with what a pass does before the first and after the last."""
+        """Run all lists, with what a pass does before the first and after the last."""
         for number, (*_, result, lse, _) in self._shelves.items():
             if self.backward:
                 result.zero_()
@@ -103,7 +106,7 @@ class RankLists:
             self.module.close_dq(self._shelves[shelf][3], settings, **last)
 
     def launch(self, settings: Settings) -> None:
-        """The lists alone, as in a slot that is neither the first nor the last."""
+        """Run the lists alone, as in a slot that is neither the first nor the last."""
         for call in self._calls:
             call(settings)
 
@@ -139,10 +142,10 @@ class RankLists:
 def work_rate(
     kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
 ) -> tuple[float, float, float]:
-    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute,
-    and milliseconds of ``dense``.
+    """Return for a rank's work lists: useful TFLOP/s, useful share of what tiles compute, and milliseconds of
+    ``dense``.
 
-    ``dense`` takes turns with them, so that both meet the same clock.
+    ``dense`` and the lists take turns, so that both run at the same clock.
     """
     ready = RankLists(kernel, lists, backward)
     ms = timed({"all": partial(ready.run, Settings(SIZE**-0.5)), "dense": dense}, rounds)

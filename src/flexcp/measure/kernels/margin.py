@@ -1,10 +1,11 @@
-"""What attention and a transfer cost each other on one GPU.
+"""The mutual slowdown of attention and a transfer on one GPU.
 
-A transfer looks to the chip like a copy by a fixed number of blocks of 512 threads that stay until it is done. It is
-started first, on a stream of high priority, as the executor does with real ones; attention follows and takes every
-multiprocessor or leaves a margin. Two kinds: *inside* a node, 16 blocks, what NCCL starts for peers on NVLink, and
-*across* nodes, 4 blocks, what it starts for peers behind a network card. Measured of each: attention alone, beside a
-copy that outlasts it and beside one that it outlasts, and that copy alone and beside attention.
+To the chip a transfer looks like a copy by a fixed number of blocks of 512 threads that stay until it is done. The copy
+is started first, on a stream of high priority, as the executor does with real transfers. Attention follows and takes
+every multiprocessor, or leaves a *margin* of them free. There are two kinds of transfers: *inside* a node with 16
+blocks, which is what NCCL starts for peers on NVLink, and *across* nodes with 4 blocks, for peers behind a network
+card. For each kind these are timed: attention alone, attention beside a longer copy, attention beside a shorter copy,
+and the shorter copy alone and beside attention.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from flexcp.measure.kernels.bench import Heads, random_tensors
 
 BLOCK = 8192
 CHANNELS = {"inside": 16, "across": 4}
-"""Blocks of a copy, by where its peer is."""
+"""Number of blocks of a copy, by where the peer is."""
 BYTES = 1 << 26
 ROWS, KEYS = 8192, 5000
-"""Attention that is measured: all of so many rows over so many keys,
+"""Rows and keys of the measured attention, a full rectangle,
 as large as a slot of a plan with 8,192 tokens a rank.
 """
 HEAD_START = 10_000
-"""Cycles by which a copy begins before attention."""
+"""Clock cycles by which a copy begins before attention."""
 OUTLASTS, FITS = 1.5, 0.4
-"""How long a copy takes of attention's time where it outlasts attention, and where attention outlasts it."""
+"""Duration of the longer and of the shorter copy, as a multiple of attention's time."""
 
 Pair = tuple[Callable[[], Any] | None, Callable[[], Any] | None]
-"""Attention and a copy that is started before it."""
+"""Attention, and a copy that is started before it; either may be missing."""
 
 
 @triton.jit(do_not_specialize=["n", "times"])
 def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy n elements so many times, by as many blocks as were launched."""
+    """Copy n elements ``times`` times, using all launched blocks."""
     for _ in range(times):
         for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
             i = at + tl.arange(0, BLOCK)
@@ -56,10 +57,10 @@ def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[
 def margin_table(
     margins: tuple[int, ...] = (0, 4, 8, 16, 24), rows: int = ROWS, keys: int = KEYS
 ) -> list[dict[str, Any]]:
-    """One row per kind of transfer, direction and margin."""
+    """Return one row of measurements for each kind of transfer, direction and margin."""
     heads, device = Heads(), torch.device("cuda", torch.cuda.current_device())
     chosen = choose_kernel(device, heads.dtype, heads.head_dim).kernel
-    # What runs beside a transfer adds to results, which FlashAttention-4 cannot.
+    # Attention beside a transfer adds to existing results, which FlashAttention-4 cannot do.
     kernel = "cute" if chosen == "fa4" else chosen
     source = torch.ones(BYTES // 4, device=device)
     target = torch.empty_like(source)
@@ -71,8 +72,8 @@ def margin_table(
             copy = partial(copy_by_blocks, source, target, channels)
             (whole, _), (_, once) = in_turns([(attentions[0][way], None), (None, partial(copy, 1))], beside)
             longer, shorter = (partial(copy, max(1, round(share * whole / once))) for share in (OUTLASTS, FITS))
-            # All margins in one run of turns: how fast the chip clocks differs more from minute to minute than what is
-            # measured here.
+            # All margins take turns in one run, because the chip's clock changes more from minute to minute than the
+            # differences measured here.
             calls = [attentions[margin][way] for margin in margins]
             pairs = [(call, other) for call in calls for other in (None, longer, shorter)]
             (_, copy_alone), *times = in_turns([(None, shorter), *pairs], beside)
@@ -101,7 +102,7 @@ def margin_table(
 
 
 def copy_by_blocks(source: Tensor, target: Tensor, channels: int, times: int) -> None:
-    """Copy a tensor so many times by so many blocks, on the current stream."""
+    """Copy a tensor ``times`` times with ``channels`` blocks, on the current stream."""
     copy_kernel[(channels,)](source, target, source.numel(), times, BLOCK=BLOCK, num_warps=16)
 
 
@@ -120,9 +121,9 @@ def _calls(
 def timed_together(
     attention: Callable[[], Any] | None, copy: Callable[[], Any] | None, beside: torch.cuda.Stream
 ) -> tuple[float, float]:
-    """Milliseconds of attention and of the copy, which is started first.
+    """Return the milliseconds of attention and of the copy, which is started first.
 
-    Both are queued behind other work, so that the host's launches are over before the first of them begins.
+    Both are queued behind other work, so that the host has launched both before the first begins.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     torch.cuda.synchronize()
@@ -145,11 +146,10 @@ def timed_together(
 def in_turns(
     pairs: Sequence[Pair], beside: torch.cuda.Stream, rounds: int = 9, warm_s: float = 0.12
 ) -> list[tuple[float, float]]:
-    """Median milliseconds of attention and of the copy for each of several pairs of them,
-    either of which may be missing.
+    """Return the median milliseconds of attention and of the copy for each pair.
 
-    The pairs are timed in turns, after all of them ran for a while: a chip that has just done lighter work clocks
-    higher for a tenth of a second, and what was timed then would not compare with the others.
+    The pairs are timed in turns, after all of them ran for a while: after lighter work a chip clocks higher for a tenth
+    of a second, and times from that period would not be comparable.
     """
     begin = time.perf_counter()
     while time.perf_counter() - begin < warm_s:

@@ -1,5 +1,5 @@
 """Workloads of the kernel benchmark: a mask over one stream of tokens,
-as slices for us and as a ``mask_mod`` for FlexAttention.
+as slices for our kernels and as a ``mask_mod`` for FlexAttention.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WINDOW, SINK, BLOCK, LOCAL, ANSWERS, QUESTION = 4096, 64, 256, 2, 4, 0.2
 
 NAMES = ("causal", "full", "window", "lambda", "question", "blockwise", "docs16", "docs64")
 TREES = ("tree-rollouts16", "tree-rollouts64", "tree-pair", "tree-agent")
-"""A prompt of a quarter of the tokens with 16, of a half with 64 rollouts, a prompt with two answers,
-and a run that branches at turns.
+"""Trees: a prompt of a quarter of the tokens with 16 rollouts, one of a half with 64, a prompt with two answers,
+and an agent's run that branches at turns.
 """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``lengths`` documents in one stream, each under ``mask``."""
+    """Documents of ``lengths`` in one stream, each with the mask ``mask``."""
 
     name: str
     lengths: tuple[int, ...]
@@ -40,18 +40,18 @@ class Workload:
         return sum(self.lengths)
 
     def slices(self) -> Ints:
-        """The slices of the whole stream."""
+        """Return the slices of the whole stream."""
         starts = np.cumsum((0, *self.lengths[:-1]))
         parts = [masks.shift(self.mask.slices(n), s, s) for n, s in zip(self.lengths, starts.tolist(), strict=True)]
         return np.concatenate(parts)
 
     def pairs(self) -> int:
-        """(query, key) pairs that attend."""
+        """Return the number of (query, key) pairs that attend."""
         return int(masks.area(self.slices()).sum())
 
 
 def workload(name: str, tokens: int, seed: int = 0) -> Workload:
-    """One of ``NAMES``; ``docsN`` is N causal documents cut at random places."""
+    """Return the workload of a name (``NAMES``, ``TREES``); ``docsN`` is N causal documents cut at random places."""
     named = {
         "causal": masks.causal(),
         "full": masks.full(),
@@ -91,7 +91,7 @@ def _tree(name: str, tokens: int, seed: int) -> Mask:
 
 
 def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
-    """The workload for FlexAttention; None is "every pair"."""
+    """Return the workload's mask for FlexAttention; None means that every pair attends."""
     n = work.tokens
     if work.name == "full":
         return None
@@ -109,7 +109,7 @@ def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
         part = (torch.arange(n) - question).div((n - question) // ANSWERS, rounding_mode="floor")
         ids = part.clamp(-1, ANSWERS - 1).to(device)
         return lambda b, h, q, k: (q >= k) & ((ids[k] < 0) | (ids[q] == ids[k]))
-    if work.name in TREES:  # a key is seen from its own row to the end of its segment's subtree
+    if work.name in TREES:  # a key is seen by all rows from its own to the end of its segment's subtree
         tree = tree_of_mask(work.mask)
         ends = np.append(tree.starts, tree.tokens)[tree.after]
         until = torch.from_numpy(np.repeat(ends, tree.lengths)).to(device)

@@ -14,11 +14,12 @@ is left can be faster than the fastest simulated one. That one is taken. A candi
   parallelism. Of a request that describes none it is the layers alone; where nothing but attention costs time, its
   passes one by one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the
   first of the list wins, a static one.
-- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`) the closed form says; of the fastest
-  plan events say it again, for the forward and the backward apart.
+- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`,
+  :mod:`flexcp.schedule.inside_first`) the closed form says; of the fastest plan events say it again, for the forward
+  and the backward apart.
 - **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are
-  optimistic, the closed form with the least copies too. It is left out for a static method of so many regions that
-  events are found sooner.
+  optimistic, the closed form with the least copies too, less what it may be too slow by over several nodes. It is left
+  out for a static method of so many regions that events are found sooner.
 - **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which
   are short and easily dealt, a candidate is looked at only when its price promises a gain of more than 1 /
   ``WORTH_TRYING``.
@@ -55,6 +56,8 @@ MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
 which know rings.
 """
+UNSURE_PERMILLE = 50
+"""By how much the closed form may be too slow of a placement that spans nodes."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 MANY_DOCUMENTS = 65_536
@@ -112,6 +115,8 @@ class _Simulated:
     ns: int
     order: int
     analysis: list[MaskAnalysis] | None
+    other_stages: tuple[str, ...] = ()
+    """Passes that are cut into other stages than the strategy by itself has."""
 
     @property
     def name(self) -> str:
@@ -156,7 +161,7 @@ class _Search:
                 self.placed += 1
                 for found in self._place(item):
                     self.accepted += 1
-                    heapq.heappush(queue, (found.ns, order, self.accepted, found))
+                    heapq.heappush(queue, (self._least_ns(found), order, self.accepted, found))
             else:
                 self._pass_over(price, item)
 
@@ -166,6 +171,11 @@ class _Search:
         if self.request.batch.documents > MANY_DOCUMENTS:
             return price * WORTH_TRYING < self.best.ns * (WORTH_TRYING - 1)
         return price < self.best.ns
+
+    def _least_ns(self, placed: _Placed) -> int:
+        """What events may find at least."""
+        unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
+        return placed.ns - placed.ns * UNSURE_PERMILLE // 1000 if unsure else placed.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
@@ -229,7 +239,8 @@ class _Search:
             plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
             ns = step_ns(plan, self.request.training)
             if ns < best.ns:
-                self.best = replace(best, plan=plan, ns=ns, analysis=others)
+                ways = (*best.other_stages, "backward" if backward else "forward")
+                self.best = replace(best, plan=plan, ns=ns, analysis=others, other_stages=ways)
                 self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
@@ -245,7 +256,7 @@ class _Search:
     def words(self) -> str:
         """What was taken, over what, by how much."""
         assert self.best is not None
-        best, own = self.best, self.best.plan.placement.note
+        best, own = self.best, self._own_words(self.best)
         others = sorted((s for s in self.simulated if s is not best), key=lambda s: s.ns)
         said = []
         for dealing in ("", "tokens", "load"):
@@ -267,6 +278,13 @@ class _Search:
         why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
         time = f"{milliseconds(best.ns)} ms a step simulated"
         return f"{best.name}{f' ({own})' if own else ''}: {time}; {why} ({self._step_words()})"
+
+    @staticmethod
+    def _own_words(best: _Simulated) -> str:
+        """What the planner said of the placement, and how the plan differs from that of the strategy by itself."""
+        stages = " and ".join(best.other_stages)
+        other = f"{stages} in other stages than --strategy {best.name} has" if stages else ""
+        return "; ".join(filter(None, (best.plan.placement.note, other)))
 
     def _step_words(self) -> str:
         """What the times are of: whoever reads another time

@@ -21,7 +21,7 @@ import numpy as np
 
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
-from flexcp.planners.groups.groups import all_groupings, team_sizes
+from flexcp.planners.groups.groups import all_groupings, searched_settings
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
@@ -96,7 +96,7 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
     rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
     if free and effort > LEAST_EFFORT:
         # Which team size and which settings are faster, events say better than a prediction.
-        rows += [("groups", all_groupings, f"team={team}") for team in team_sizes(replace(request, argument=""))]
+        rows += [("groups", all_groupings, argument) for argument in searched_settings(request)]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 

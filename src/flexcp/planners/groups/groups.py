@@ -48,12 +48,14 @@ from flexcp.plan.placement import Placement
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.price import price_ns
-from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_tolerances
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 SLACKS = (2, 12, 25)
 """Per cent over the mean that are tried."""
+FEW_RANKS = 4
+"""How many ranks the heaviest document may need where teams of one rank are tried besides larger ones."""
 WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
 """What settings can say that are no numbers."""
 
@@ -84,6 +86,7 @@ def all_groupings(request: Request) -> list[Placement]:
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
+    refuse_over_cap(request)
     tried = _settings(request)
     priced = price_documents(request, sorted({each.team for each in tried}))
     found: list[Placement] = []
@@ -108,10 +111,16 @@ def _settings(request: Request) -> list[Settings]:
     """The settings to try: all that the request's argument leaves open, but for ``split``."""
     given = _given(request)
     teams = [int(given["team"])] if "team" in given else team_sizes(request)
-    slacks = (int(given["slack"]),) if "slack" in given else SLACKS
+    slacks = (int(given["slack"]),) if "slack" in given else _slacks(request)
     longs = (given["long"],) if "long" in given else WORDS["long"]
     split = given.get("split", Settings.split)
     return [Settings(*each, split) for each in product(teams, slacks, longs)]
+
+
+def _slacks(request: Request) -> tuple[int, ...]:
+    """Slacks worth trying: the largest pays for exchanges that are dear against the work, not against whole layers."""
+    attention_alone = request.cost.pairs_per_token(request.shape) <= 1
+    return SLACKS if attention_alone or request.cluster.nodes == 1 else SLACKS[:-1]
 
 
 def _given(request: Request) -> dict[str, str]:
@@ -163,6 +172,20 @@ def team_sizes(request: Request) -> list[int]:
     if own_keys == cluster.ranks_per_node and len(set(cluster.rank_speeds)) == 1:
         return [own_keys]
     return sorted({1, own_keys, possible[-1]})
+
+
+def searched_settings(request: Request) -> list[str]:
+    """What ``auto`` asks for, as arguments: the sizes above with all settings, and over several nodes one rank as well.
+
+    Documents that need few ranks move least by rows. A document that needs many moves more than in teams.
+    """
+    likely = team_sizes(request)
+    found = [f"team={team}" for team in likely]
+    if request.cluster.nodes > 1 and 1 not in likely:
+        load = price_documents(request, []).load
+        if int(load.max()) * request.ranks <= FEW_RANKS * int(load.sum()):
+            found.append(f"team=1+slack={SLACKS[0]}")
+    return found
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -230,13 +253,13 @@ def _joined(pieces: Pieces) -> Pieces:
 
 
 def _note(placement: Placement, settings: Settings) -> str:
-    """How many ranks documents have."""
+    """The settings, as ``groups:`` takes them, and how many ranks documents have."""
     regions = placement.regions[0]
     computed = np.unique(regions.document * placement.ranks + regions.rank)
     ranks = np.bincount(computed // placement.ranks, minlength=placement.batch.documents)
     degrees = Counter(int(n) for n in ranks if n > 1)
     whole = f"{int((ranks == 1).sum())} of {len(ranks)} documents on one rank"
     if not degrees:
-        return f"teams of {settings.team}: {whole}"
+        return f"{settings}: {whole}"
     listed = ", ".join(f"{count} x {n}" if count > 1 else str(n) for n, count in sorted(degrees.items(), reverse=True))
-    return f"teams of {settings.team}: {whole}, others on {listed} ranks"
+    return f"{settings}: {whole}, others on {listed} ranks"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.cost import TILE_ROWS
-from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.planners.request import Request
 from flexcp.shape import Kind
 from flexcp.simulator.copies import copy_mbps
 
@@ -36,7 +36,6 @@ class PricedDocuments:
 
 def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
     """The prices of a batch, for teams of the given sizes."""
-    refuse_over_cap(request)
     batch, cost = request.batch, request.cost
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)

@@ -1,1 +1,1 @@
-"""Attention in the CuTe DSL, for Hopper."""
+"""Attention kernels for Hopper GPUs in NVIDIA's CuTe DSL."""

@@ -1,21 +1,22 @@
-"""The backward kernel in the CuTe DSL for Hopper (sm90): dq, dk and dv in one pass, five products a block.
+"""The backward kernel in the CuTe DSL for Hopper (sm90): dq, dk and dv in one pass, with five products per block.
 
-A persistent program for each multiprocessor takes tiles of 128 keys in the order of :mod:`cute_items` and walks the
-blocks of 64 packed queries that see them, from the last to the first. One warp loads by the copy engine, another adds
-dq to memory by the copy engine's reduction. Two warp groups compute, each with 64 of the keys as rows of its products:
+There is one persistent program for each multiprocessor. It takes tiles of 128 keys in the order of
+:mod:`flexcp.executor.kernels.cute.items` and walks the blocks of 64 packed queries that see them, from the last to the
+first. One warp loads by the copy engine, another adds dq to memory by the copy engine's reduction. Two warp groups
+compute, each with 64 of the keys as rows of its products:
 
     S = K Q'    dP = V dO'    P = exp(S - LSE)    dS = P (dP - delta)    dV += P dO    dK += dS Q      (keys are rows)
-    dQ = dS' K      each group the half of the columns, over all keys: the groups exchange dS through shared memory
+    dQ = dS' K      each group has half of the columns, over all keys; the groups exchange dS through shared memory
 
-dV's product is issued before dP is waited for, so that the exponentials run beside dP's product and dS beside dV's;
-blocks with a mask have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`results` says
-how results leave). Nothing here is added in a fixed order. More in flight than this does not fit into the registers:
-with the next block's logits issued early the compiler serialises all products.
+The product of dV is started before the wait for dP, so that the exponentials run beside the product of dP, and dS is
+computed beside that of dV; blocks with a mask lack the registers for that. dk and dv of a tile stay in registers until
+its end (:mod:`flexcp.executor.kernels.cute.results` writes results). Sums have no fixed order. There are no registers
+for more products in flight: if the next block's logits are started early, the compiler serialises all products.
 
-Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch
-between the products and the wait for them would make the compiler wait at the branch. A mask is a word of bits for each
-of a thread's two keys, and P and dS are zeroed by it when they are rounded, two numbers at a time. What lies past the
-end of a slice or a tile may be anything, and is zeroed in the buffers.
+Blocks come in segments (:mod:`flexcp.executor.kernels.tiles`) with and without a mask. Each kind has a loop of its own,
+because with a branch between the products and the wait for them the compiler would wait at the branch. A mask is a word
+of bits for each of a thread's two keys; P and dS are zeroed by it when they are rounded, two numbers at a time. Memory
+past the end of a slice or a tile may hold anything, and is zeroed in the buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -66,15 +67,15 @@ from flexcp.executor.kernels.cute.results import (
 from flexcp.executor.kernels.cute.rows import SPARE
 
 KEYS, HALF = 128, 64  # keys of a tile and of a warp group
-DS_READY, DQ_FREE, DQ_FULL, OWN = 2, 3, 5, 7  # named barriers; all but the first one for each warp group
+DS_READY, DQ_FREE, DQ_FULL, OWN = 2, 3, 5, 7  # named barriers; all but DS_READY have one for each warp group
 K_MODE, MN_MODE = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Backward:
-    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a block; sizes and strides
-    come with the call.
+    """The backward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a block;
+    sizes and strides are arguments of the call.
 
-    ``order`` is that of the dq which is added to: "rows", "open" or "alone" (:mod:`results`).
+    ``order`` is the order of dq in memory: "rows", "open" or "alone" (:mod:`flexcp.executor.kernels.cute.results`).
     """
 
     def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, order):
@@ -120,12 +121,12 @@ class Backward:
         programs: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are packed LSEs
-        (base 2) and deltas.
+        """Launch the kernel. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are
+        packed LSEs (base 2) and deltas.
 
-        With ``whole_tiles`` dk and dv are written, in the dtype of the keys; else they are float32 and added to.
+        With ``whole_tiles`` dk and dv are written in the dtype of the keys; else they are float32 and are added to.
 
-        In one piece: most of it is names, a line each; between those it takes and those it hands on it describes every
+        In one piece: most lines are the names of arguments that it takes or passes on; between them it describes each
         tensor once.
         """
         D, V, P, S = self.D, self.V, self.pack, self.stages
@@ -235,9 +236,9 @@ class Backward:
         softcap: Float32,
         whole_tiles: Int32,
     ):
-        """Share the buffers out, and send every warp to its work.
+        """Allocate the buffers, and start ``load``, ``store`` or ``compute`` in every warp.
 
-        In one piece: most of it is names, a line each, that ``load``, ``store`` and ``compute`` are called with.
+        In one piece: most lines are the names of arguments that it takes or passes on.
         """
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
@@ -247,14 +248,14 @@ class Backward:
         dq_memory = smem.allocate_array(Float32, num_elems=M * self.D, byte_alignment=1024)
         sdQ = cute.make_tensor(cute.recast_ptr(dq_memory, sdQ_layout.inner, dtype=Float32), sdQ_layout.outer)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((M, 2, S)), byte_alignment=128)
-        # full and free: of keys and values, then of the rings of queries (with the statistics) and gradients
+        # Full and free barriers of keys and values, of the ring of queries (with statistics), and of gradients.
         rings = (bars, bars + 1, bars + 2, bars + 2 + S, bars + 2 + 2 * S, bars + 2 + 3 * S)
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_id == 0:
             for atom in (q_atom, k_atom, v_atom, do_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                # Queries: the copy engine, and 32 lanes that copy statistics.
+                # 33 arrivals fill a buffer of queries: the copy engine, and 32 lanes that copy statistics.
                 init_bars(bars, (1, 8) + (33,) * S + (8,) * S + (1,) * S + (8,) * S)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -308,10 +309,10 @@ class Backward:
 
     @cute.jit
     def load(self, tensors, atoms, buffers, sStat, rings, statistics, rows, heads, mT, mG, mI, groups):
-        """Bring what the tiles of this program need, as buffers become free.
+        """Load the data of this program's tiles as buffers become free; run by one warp.
 
         In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as
-        ``store`` does; the two are written as the same nest of loops, so that this can be seen.
+        ``store`` does; both are written as the same nest of loops, so that this is easy to see.
         """
         D, V, P = self.D, self.V, self.pack
         mQ, mK, mV, mdO = tensors
@@ -322,7 +323,7 @@ class Backward:
         chunks = self.share // P
         lane = cute.arch.lane_idx()
         copy_number = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-        stage, phase, kv_phase = Int32(0), Int32(1), Int32(1)  # of the free barriers: new ones count as passed
+        stage, phase, kv_phase = Int32(0), Int32(1), Int32(1)  # a new free barrier counts as passed for phase 1
         turn = cute.arch.block_idx()[0]
         item = mI[turn]
         while item >= 0:
@@ -368,10 +369,10 @@ class Backward:
 
     @cute.jit
     def store(self, mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, groups):
-        """Add each block's dq to memory, one half of the columns after the other.
+        """Add each block's dq to memory, one half of the columns after the other; run by one warp.
 
         In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as
-        ``load`` does; the two are written as the same nest of loops, so that this can be seen.
+        ``load`` does; both are written as the same nest of loops, so that this is easy to see.
         """
         D, P = self.D, self.pack
         chunks = self.share // P
@@ -386,7 +387,7 @@ class Backward:
                 query, left = self.last_block(mG, segment)
                 for _ in cutlass.range(blocks, unroll=1):
                     for w in cutlass.range_constexpr(2):
-                        # Of the two buffers, the other one may still be read.
+                        # Wait until this buffer has been read; the other of the two may still be in use.
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
                         cute.arch.barrier_arrive(barrier_id=DQ_FREE + w, number_of_threads=160)
                         if const_expr(self.order == "alone"):
@@ -417,7 +418,7 @@ class Backward:
 
     @cute.jit
     def last_block(self, mG, segment):
-        """First query of a segment's last block, and how many blocks it has."""
+        """Return the first query of a segment's last block, and the number of the segment's blocks."""
         left = mG[segment, 1]
         return mG[segment, 0] + (left - 1) * (M // self.pack), left
 
@@ -444,11 +445,11 @@ class Backward:
         softcap,
         whole_tiles,
     ):
-        """One warp group's keys of every tile of this program.
+        """Compute one warp group's keys of every tile of this program.
 
-        In one piece: accumulators and the places in the rings live in registers across tiles, chunks of heads and
-        blocks of queries, so an inner loop by itself would take and return them all. What one block does is taken out
-        (``block``).
+        In one piece: accumulators and the positions in the rings live in registers across tiles, chunks of heads and
+        blocks of queries, so an inner loop in a separate function would have to take and return them all. Only the work
+        of one block is a function (``block``).
         """
         D, V, P = self.D, self.V, self.pack
         mma_S = mmas[0]
@@ -501,7 +502,7 @@ class Backward:
             cute.arch.mbarrier_wait(kv_full, kv_phase)
             kv_phase = kv_phase ^ 1
             if key1 - key0 < KEYS:
-                # Both groups read all keys: each zeroes its own, then they meet.
+                # Both groups read all keys: each zeroes its own half, then they synchronise.
                 zero_from(sK[None, None, wg], key1 - key0 - wg * HALF, thread)
                 cute.arch.barrier(barrier_id=DS_READY, number_of_threads=256)
             key = key0 + wg * HALF + row
@@ -510,7 +511,7 @@ class Backward:
                 while todo > 0:
                     query, edge, end = mG[segment, 0], mG[segment, 2], mG[segment, 5]
                     last, count = self.last_block(mG, segment)
-                    # Only the last block, which comes first, may reach past the end of the slice.
+                    # Only the last block, which is walked first, may reach past the end of the slice.
                     if (end - last) * P < M:
                         cute.arch.mbarrier_wait(q_full + stage, phase)
                         cute.arch.mbarrier_wait(do_full + stage, phase)
@@ -538,7 +539,7 @@ class Backward:
 
     @cute.jit
     def block(self, masked: cutlass.Constexpr[bool], constants, stage, phase, copy, segment, query, key):
-        """One block of queries: its part of dk and dv, and its dq on the way to memory."""
+        """Compute one block of queries: add its part to dk and dv, and hand its dq to ``store``."""
         mmas, fragments, registers, buffers, rings, wg, row, column0, factors, scale, mG = constants
         early = const_expr(not masked and not self.softcap)
         mma_S, mma_dV, mma_dK, mma_dQ = mmas
@@ -607,22 +608,22 @@ class Backward:
 
     @cute.jit
     def statistics(self, sStat, which: cutlass.Constexpr[int], stage, column0, stat):
-        """LSEs or deltas of this thread's queries: two neighbours out of every eight."""
+        """Read the LSEs (``which`` 0) or deltas (1) of this thread's queries, two adjacent ones out of every eight."""
         for j in cutlass.range_constexpr(M // 8):
             pair = cute.local_tile(sStat[None, which, stage], (2,), (j * 4 + column0 // 2,))
             cute.autovec_copy(pair, stat[None, j])
 
     @cute.jit
     def seen(self, mG, segment, query, column0, key):
-        """Which queries this thread's two keys see, as bits: a bit for each query of the block,
-        counted from this thread's first one.
+        """Return which queries see this thread's two keys, as bits: one for each query of the block, counted from this
+        thread's first.
         """
         lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
         origin = query + (column0 // self.pack if const_expr(self.pack < 8) else 0)
         words = const_expr(2 if self.pack == 1 else 1)
         bits = cute.make_rmem_tensor((words, 2), Int32)
         for r in cutlass.range_constexpr(2):
-            row = key + 8 * r  # rows of the segment are keys here, and its columns queries
+            row = key + 8 * r  # in these transposed segments rows are keys and columns are queries
             first, last = row + lo - origin, cutlass.min(row + hi, end - 1) - origin
             if row < q0 or row >= q1:
                 last = Int32(-1)
@@ -632,9 +633,7 @@ class Backward:
 
     @cute.jit
     def keep(self, operand, seen):
-        """0 where a key does not see a query, in pairs of rounded numbers: whatever stood there is gone, be it an
-        infinity or a NaN.
-        """
+        """Zero the rounded numbers of hidden (key, query) pairs, two at a time, even if they are infinite or NaN."""
         P, pairs = self.pack, cute.recast_tensor(operand, Int32)
         for i in cutlass.range_constexpr(cute.size(pairs)):
             r, at = i % 2, i // 2 * 8 // P

@@ -1,22 +1,22 @@
 """The forward kernel in the CuTe DSL for Hopper (sm90).
 
-A persistent program for each multiprocessor takes tiles of 128 packed query rows from a table of records
-(:mod:`items`); whoever walks it reads the next record while it works on this one, since nothing hides a read between
-two tiles. One warp loads: the queries of a tile, then its keys and values block by block, by the copy engine into rings
-of buffers. Two warp groups compute 64 rows each.
+There is one persistent program for each multiprocessor. It takes tiles of 128 packed query rows from a table of records
+(:mod:`flexcp.executor.kernels.cute.items`). Every warp reads the next record while it works on the current one, because
+nothing would hide a read between two tiles. One warp loads the queries of a tile, then its keys and values block by
+block, by the copy engine into rings of buffers. Two warp groups compute 64 rows each.
 
-A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1
-while the tensor cores are busy with the values; the two groups take turns in issuing, so that one's softmax falls on
-the other's products.
+A warp group starts the logits of block j + 1 and the product with the values of block j together, and computes the
+softmax of block j + 1 while the tensor cores multiply the values. The two groups take turns in starting products, so
+that the softmax of one runs beside the products of the other.
 
-Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch
-between the products and the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold
-anything: their logits are masked, and their values are zeroed in the buffer.
+Blocks come in segments (:mod:`flexcp.executor.kernels.tiles`) with and without a mask. Each kind has a loop of its own,
+because with a branch between the products and the wait for them the compiler would wait at the branch. Keys past the
+end of a slice may hold anything: their logits are masked, and their values are zeroed in the buffer.
 
-Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and
-merged by their LSEs (:mod:`merging`). A tile may be a part of one, which then waits until the part before has added
-(:mod:`levelled`). Of several lists that add to a row, the last may write it where it stays, rounded: tiles say so in
-their records.
+If results are added to, the existing ones are read at the end of a tile, into the registers of its last logits, and
+merged by their LSEs (:mod:`flexcp.executor.kernels.cute.merging`). A tile may be a part of a larger one; it then waits
+until the part before it has added its results (:mod:`flexcp.executor.kernels.cute.levelled`). If several lists add to a
+row, the last one may write it in the model's dtype; the record of a tile says so.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -69,14 +69,14 @@ from flexcp.executor.kernels.cute.parts import (
     zero_from,
 )
 
-TILES = 2  # whose queries are in shared memory: this one's and the next one's
-TURN, OWN = 2, 4  # named barriers, one for each warp group: whose turn it is to issue, and a group among itself
+TILES = 2  # tiles whose queries are in shared memory: the current one and the next
+TURN, OWN = 2, 4  # first named barriers, one for each warp group: its turn to start products, and its own threads
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Forward:
-    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile;
-    sizes and strides come with the call.
+    """The forward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a tile; sizes
+    and strides are arguments of the call.
     """
 
     def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes):
@@ -118,9 +118,9 @@ class Forward:
         programs: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes.
+        """Launch the kernel. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes.
 
-        ``finished`` is where rounded results of a kernel that ``finishes`` go: any pointer for others.
+        A kernel with ``finishes`` writes results in the model's dtype to ``finished``; others ignore that pointer.
         """
         D, V, N, P = self.D, self.V, self.N, self.pack
         q_row, q_head, k_row, k_head, v_row, v_head = [
@@ -199,7 +199,7 @@ class Forward:
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 * TILES + 4 * S)
         sQ, sK, sV = (shared_tensor(smem, self.dtype, x) for x in (sQ_layout, sK_layout, sV_layout))
         sO = shared_tensor(smem, self.dtype, sO_layout) if const_expr(self.rounds) else None
-        # full and free: of the rings of queries, of keys and of values
+        # Full and free barriers of the rings of queries, keys and values.
         keys = bars + 2 * TILES
         rings = (bars, bars + TILES, keys, keys + S, keys + 2 * S, keys + 3 * S)
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -225,11 +225,11 @@ class Forward:
 
     @cute.jit
     def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, records, segments):
-        """Bring what the tiles of this program need, as buffers become free."""
+        """Load the queries, keys and values of this program's tiles as buffers become free; run by one warp."""
         D, V, N, P = self.D, self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         size = self.dtype.width // 8
-        # Phases of the free barriers: new ones count as passed.
+        # Phases of the free barriers begin with 1, because a new barrier counts as passed for that phase.
         stage, phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         turn = cute.arch.block_idx()[0]
         ahead = cute.make_rmem_tensor(RECORD, Int32)
@@ -267,16 +267,18 @@ class Forward:
 
     @cute.jit
     def rows_there(self, row0, row1, first):
-        """The end of a tile's rows that may have results: its beginning, where the tile is the first to add to them."""
+        """Return the end of the tile's rows that may have existing results: ``row0``, meaning none, if the tile is the
+        first to add to its rows.
+        """
         if const_expr(self.finishes):
             row1 = row0 if first != 0 else row1
         return row1
 
     @cute.jit
     def fetch_results(self, out, lse, strides, rings, records):
-        """Bring the results that are there to the L2 when a tile begins; they are read at its end.
+        """Prefetch a tile's existing results into the L2 when the tile begins; they are read at its end.
 
-        In one piece: few lines, deep only because each thread asks which of its rows there are results for.
+        In one piece: the function is short, and deep only because each thread checks which of its rows have results.
         """
         o_row, o_head, l_row, l_head = strides
         lane = cute.arch.lane_idx()
@@ -304,11 +306,11 @@ class Forward:
 
     @cute.jit
     def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rounded, rings, tables, scale, softcap):
-        """One warp group's rows of every tile of this program.
+        """Compute one warp group's rows of every tile of this program.
 
-        In one piece: accumulators, running maxima and the places in the rings live in registers from the first block of
-        keys to the last, and each part of the loop changes most of them, so a part by itself would take and return them
-        all.
+        In one piece: accumulators, running maxima and the positions in the rings live in registers from the first block
+        of keys to the last, and each part of the loop changes most of them, so a separate function would have to take
+        and return them all.
         """
         records, segments, counters = tables
         V, N, P = self.V, self.N, self.pack
@@ -326,7 +328,7 @@ class Forward:
         acc = cute.make_rmem_tensor(o_thr.partition_shape_C((ROWS, V)), Float32)
         s = cute.make_rmem_tensor(s_thr.partition_shape_C((ROWS, N)), Float32)
         top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        there = cute.make_rmem_tensor(2, Float32)  # LSEs of results that are there
+        there = cute.make_rmem_tensor(2, Float32)  # LSEs of existing results
         m = cute.make_rmem_tensor(2, Int32)  # this thread's rows of the tile
         for r in cutlass.range_constexpr(2):
             m[r] = wg * ROWS + (thread // 32) * 16 + lane // 4 + 8 * r
@@ -348,7 +350,7 @@ class Forward:
             for r in cutlass.range_constexpr(2):
                 row, head = row0 + m[r] // P, group * P + m[r] % P
                 o_at[r] = row * o_row + head * o_head
-                # Of a row past the tile's last, that one's: it is read, and never written.
+                # For a row past the tile's last one, the address of the last: it is read but never written.
                 l_at[r] = cutlass.min(row, row1 - 1) * l_row + head * l_head
             top.fill(-Float32.inf)
             total.fill(0.0)
@@ -356,7 +358,7 @@ class Forward:
             if const_expr(not self.fresh):
                 read_lse(lse, l_at, there)
 
-            # The first block: logits and softmax.
+            # Logits and softmax of the first block.
             cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
             rQ_tile = rQ[None, None, None, 2 * q_stage + wg]
             state = (rQ_tile, *registers)
@@ -396,7 +398,7 @@ class Forward:
                 left -= count
                 blocks -= count
 
-            # The queries are free for the next tile; the last block's values.
+            # Free the queries for the next tile, then multiply the values of the last block.
             arrive(q_free + q_stage)
             q_stage, q_phase = next_buffer(q_stage, q_phase, TILES)
             if const_expr(not self.fresh):
@@ -409,7 +411,7 @@ class Forward:
             if const_expr(not self.fresh):
                 adds = cute.arch.vote_any_sync(cutlass.max(there[0], there[1]) != -Float32.inf)
                 if adds:
-                    # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
+                    # Reuse the registers of the logits; the results arrive while the values are multiplied.
                     read_results(out, o_at, column0, there, V, s)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
@@ -428,12 +430,12 @@ class Forward:
                 if row0 + m[r] // P < row1 and lane % 4 == 0:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
-            if const_expr(not self.fresh):  # noqa: SIM102  (this is known when it is compiled, the next is not)
+            if const_expr(not self.fresh):  # noqa: SIM102  (this is known at compile time, the next is not)
                 if adds:
                     add_scaled(acc, s, old_share)
             if const_expr(not self.rounds):
                 write_sums(acc, out, o_at, row0, row1, m, column0, P)
-            elif const_expr(not self.finishes):  # noqa: SIM114  (this is known when it is compiled, the next is not)
+            elif const_expr(not self.finishes):  # noqa: SIM114  (this is known at compile time, the next is not)
                 write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, OWN + wg, P)
             elif last != 0:
                 write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, OWN + wg, P)
@@ -444,7 +446,9 @@ class Forward:
 
     @cute.jit
     def issue(self, state, rings, stage, phase, wg):
-        """Logits of the next block and values of the last, together; the logits are there when it returns."""
+        """Start the logits of the next block and the product with the values of the last block together, and wait for
+        the logits only.
+        """
         rQ, mma_S, mma_O, s, acc, rK, rV, rP, _top, _total, _factors = state
         _q_full, _q_free, k_full, k_free, v_full, _v_free = rings
         v_stage, v_phase = stage, phase
@@ -461,7 +465,7 @@ class Forward:
 
     @cute.jit
     def finish(self, state, v_free, stage):
-        """Softmax of a block, while the values of the one before are multiplied."""
+        """Compute the softmax of a block while the values of the block before it are multiplied, and wait for both."""
         _rQ, _mma_S, _mma_O, s, acc, _rK, _rV, rP, top, total, factors = state
         decay = self.softmax(s, top, total, factors)
         warpgroup.wait_group(0)
@@ -471,8 +475,8 @@ class Forward:
 
     @cute.jit
     def clean(self, sV, v_full, stage, phase, valid, thread, wg):
-        """Zero a block's values past the end of its slice, if it reaches past it. Both groups do:
-        they write the same.
+        """Zero a block's values past the end of its slice, if the block reaches past it. Both warp groups do this; they
+        write the same zeros.
         """
         if valid < self.N:
             cute.arch.mbarrier_wait(v_full + stage, phase)
@@ -481,7 +485,7 @@ class Forward:
 
     @cute.jit
     def mask(self, s, limits, column, row0, m):
-        """-inf where the segment's band and rows do not reach."""
+        """Set logits to -inf where the segment's band or rows hide the pair."""
         lo, hi, end, q0, q1 = limits
         rows = by_rows(s)
         for r in cutlass.range_constexpr(2):
@@ -495,14 +499,16 @@ class Forward:
 
     @cute.jit
     def columns_before(self, column):
-        """How many of this thread's columns, two out of every eight, lie before a column counted from its first."""
+        """Return how many of this thread's columns (two out of every eight) lie before ``column``, counted from its
+        first column.
+        """
         column = cutlass.min(cutlass.max(column, 0), self.N)
         return column // 8 * 2 + cutlass.min(column % 8, 2)
 
     @cute.jit
     def softmax(self, s, top, total, factors):
-        """Logits become probabilities, base 2; returns what older results are worth.
-        Sums stay with their threads until the end.
+        """Turn logits into probabilities relative to the running maximum (in base 2), and return the factor of older
+        results. Each thread keeps its own part of the sum until the end of the tile.
         """
         scale_log2, inner = factors
         rows = by_rows(s)
@@ -511,7 +517,7 @@ class Forward:
             for i in cutlass.range_constexpr(cute.size(s)):
                 s[i] = bounded(s[i], inner)
         for r in cutlass.range_constexpr(2):
-            # Four chains: one would take the length of the row.
+            # Four independent chains of maxima, because one chain would be as long as the row.
             best = [rows[r, i] for i in range(4)]
             for c in cutlass.range_constexpr(4, self.N // 4):
                 best[c % 4] = cute.arch.fmax(best[c % 4], rows[r, c])

@@ -1,11 +1,11 @@
-"""Items: which program of a launch computes which tile for which heads, and in which order. Integers only; no tensor.
+"""Items: decide which GPU program of a launch computes which tile for which heads, and in which order, as integers.
 
-A launch is one persistent program for each multiprocessor. An *item* is a tile with one group of heads,
-``tile * groups + group``. Items come in an order that suits the L2, and are dealt in rounds of one item a program: in
-each round the longest item goes to the program with the least work so far. So programs end together, and what they
-compute at the same time lies together.
+A launch has one persistent program for each multiprocessor. An *item* is a tile with one group of heads, numbered
+``tile * groups + group``. Items are put in an order that suits the L2 cache and are then dealt in rounds of one item
+per program: in each round the longest item goes to the program with the least work so far. So all programs end at about
+the same time, and programs that run at the same time read neighbouring data.
 
-A kernel reads *records*: of every item all that is needed to begin with it, so that one read does.
+The forward kernel reads *records*: a record has everything that is needed to begin an item, so that one read suffices.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from flexcp.executor.kernels.tiles import SegmentList
 
 Ints = NDArray[np.int64]
 RECORD = 12
-"""Numbers of a record: words of 16 bytes."""
+"""Integers of a record: a multiple of 4, because they are read in words of 16 bytes."""
 TILE_PRICE = 3
-"""What beginning and ending a tile costs, in blocks."""
+"""What it costs to begin and end a tile, in blocks."""
 ADDED_KEY_PRICE = 5e-4
-"""What adding up and rounding the gradients of one key of one head costs, in blocks, by a count of the bytes that move.
-"""
+"""What it costs to add up and round the gradients of one key of one head, in blocks; estimated from the bytes moved."""
 
 
 def in_turns(tiles: int, groups: int, turn: int) -> Ints:
-    """Items in the order of the tiles, ``turn`` tiles of each group of heads before the next group's."""
+    """Return all items in the order of the tiles, in which each group of heads takes ``turn`` tiles before the next
+    group's turn.
+    """
     item: Ints = np.arange(tiles * groups)
     first = item // (turn * groups) * turn
     within = item - first * groups
@@ -36,19 +37,19 @@ def in_turns(tiles: int, groups: int, turn: int) -> Ints:
 
 
 def group_by_group(order: Ints, groups: int) -> Ints:
-    """Items of one group of heads after the other, each with the tiles in the given order."""
+    """Return all items, one group of heads after the other, each with the tiles in the given order."""
     return (order[None, :] * groups + np.arange(groups)[:, None]).reshape(-1)
 
 
 def longest_program(table: NDArray[np.int32], blocks: Ints, groups: int) -> int:
-    """What the busiest program of a dealt table has to do, in blocks."""
+    """Return the work of the busiest program of a dealt table, in blocks."""
     work = np.where(table >= 0, blocks[np.maximum(table, 0) // groups] + TILE_PRICE, 0).sum(axis=0)
     return int(work.max(initial=0))
 
 
 def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.int32]:
-    """``[rounds + 1, programs]`` items, -1 where a program has none and in the last row.
-    ``blocks`` are those of each tile.
+    """Deal items to programs and return a table ``[rounds + 1, programs]`` of items: -1 means none, and the last row is
+    all -1. ``blocks`` is the number of blocks of each tile.
     """
     price = blocks[items // groups] + TILE_PRICE
     rounds = -(-len(items) // programs)
@@ -64,7 +65,7 @@ def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.i
 
 
 def inside(tiles: NDArray[np.int32], runs: Ints) -> NDArray[np.bool_]:
-    """Which tiles lie in one of the runs of rows (``[n, 2]``, ascending)."""
+    """Return for each tile whether it lies within one of the ranges of rows (``[n, 2]``, ascending)."""
     if not len(runs):
         return np.zeros(len(tiles), np.bool_)
     run = np.searchsorted(runs[:, 0], tiles[:, 0], side="right") - 1
@@ -80,10 +81,12 @@ def records(
     begins: Ints | None = None,
     finishes: Ints | None = None,
 ) -> NDArray[np.int32]:
-    """``[rounds + 1, programs, 12]``: of every item first row (-1: no item), last row + 1, first segment, blocks, then
-    the first segment's first key, blocks and mask, the group of heads, of ``parts`` (:mod:`levelled`) counter and
-    place, 1 where the item is the last to add to rows that this list ``finishes``, and 1 where it is the first to add
-    to rows that it ``begins``.
+    """Return a record for every item of a dealt table, ``[rounds + 1, programs, 12]``.
+
+    A record has: first row (-1: no item), last row + 1, first segment, number of blocks; first key, blocks and mask of
+    the first segment; the group of heads; counter and place of a part of a tile (``parts``, see
+    :mod:`flexcp.executor.kernels.cute.levelled`); 1 if the item is the last to add to rows that the list ``finishes``;
+    1 if it is the first to add to rows that the list ``begins``.
     """
     tile = np.maximum(items, 0) // groups
     found = np.full((*items.shape, RECORD), -1, np.int32)

@@ -1,11 +1,10 @@
-"""Kept: functions of the CuTe DSL that were compiled once, on disk,
-so that every further process loads them in milliseconds.
+"""Kept: keep compiled CuTe DSL functions on disk, so that later processes load them in milliseconds.
 
-Compiling the functions of a model takes 20 to 30 seconds in every rank that does it. What came out is an object file:
-host code that launches, with the machine code of the kernel inside. It is kept where compiled loops are
-(:mod:`flexcp.arrays.jit`), in a folder named by a digest of the kernels' sources, the DSL's version and the chip, under
-the same rules: all of a file or nothing, and none that another user could have written. Whatever goes wrong with a file
-is logged, and the function is compiled in this process.
+Compiling the functions of a model takes 20 to 30 seconds in every rank. The result is an object file: host code that
+launches the kernel, with the kernel's machine code inside. It is kept beside the compiled loops of
+:mod:`flexcp.arrays.jit`, in a folder named by a digest of the kernels' sources, the version of the DSL and the GPU's
+compute capability. The same rules apply: files are written whole or not at all, and files that another user could have
+written are not loaded. Any problem with a file is logged, and the function is compiled in this process.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from flexcp.io.private_files import read_own, write_own
 
 LOGGER = logging.getLogger("flexcp.compile")
 FUNCTION = "flexcp_kernel"
-"""Its name inside an object file."""
+"""The name of the function inside an object file."""
 
 
 def kept(name: str, compile_now: Callable[[], Any]) -> Any:
-    """The function that was kept under this name, or else the one that ``compile_now`` makes, which is then kept."""
+    """Return the function that was kept under this name; if there is none, call ``compile_now`` and keep the result."""
     file = f"{name}.o"
     for folder in _folders():
         try:
             return _loaded(read_own(folder, file))
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except Exception as error:  # no rights, another's file, half a file: what these raise has no common name
+        except Exception as error:  # no permission, a file of another user, a broken file: no common exception type
             LOGGER.warning("cannot load %s from %s: %s", file, folder, error)
     LOGGER.info("compiling %s", name)
     content = _object_file(compile_now())
@@ -55,6 +54,7 @@ def kept(name: str, compile_now: Callable[[], Any]) -> Any:
 
 
 def _loaded(content: bytes) -> Any:
+    """Load the function from the content of an object file."""
     with tempfile.NamedTemporaryFile(suffix=".o") as file:
         file.write(content)
         file.flush()
@@ -62,6 +62,7 @@ def _loaded(content: bytes) -> Any:
 
 
 def _object_file(made: Any) -> bytes:
+    """Return the content of the object file of a compiled function."""
     with tempfile.NamedTemporaryFile(suffix=".o") as file:
         made.export_to_c(file.name, function_name=FUNCTION)
         return Path(file.name).read_bytes()
@@ -69,7 +70,7 @@ def _object_file(made: Any) -> bytes:
 
 @cache
 def _folders() -> tuple[Path, ...]:
-    """Where object files may be kept, the best first."""
+    """Return the folders in which object files may be kept, in order of preference."""
     here = Path(__file__).parent
     files = sorted([*here.glob("*.py"), *here.parent.glob("hopper/*.py")])
     chip = torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -1,10 +1,10 @@
-"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``).
-Same interface as every kernel.
+"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``). It has the interface
+of :mod:`flexcp.executor.kernels`.
 
 A function is compiled once for a model (dtype, heads that share a KV head, softcap), which takes some seconds, and kept
-on disk (:mod:`flexcp.executor.kernels.cute.kept`). It gets addresses, sizes and strides as numbers, so no batch
-compiles anything, and a launch costs the host some ten microseconds. ``deterministic`` gradients are the hopper
-kernel's: here dq is added to memory in any order.
+on disk (:mod:`flexcp.executor.kernels.cute.kept`). It takes addresses, sizes and strides as numbers, so no batch makes
+it compile again, and a launch costs the host about ten microseconds. ``deterministic`` gradients are computed by the
+hopper kernel, because here dq is added to memory in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import numpy as np
 import torch
-import tvm_ffi  # noqa: F401  (what the compiled functions are called through; without it this kernel is not there)
+import tvm_ffi  # noqa: F401  (compiled functions are called through it; without it this kernel cannot be imported)
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
@@ -50,17 +50,17 @@ FINISHES = True
 HEAD_SIZE = 128
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
 LONGEST_PART = 1024
-"""Blocks of a part of a tile of keys, where programs add to dq in step."""
+"""The most blocks of a part of a tile of keys, if programs add to dq in step (:attr:`CuteWork.in_step`)."""
 PARTS, SHORTEST_PART = 2, 64
-"""Of tiles of keys that are levelled afterwards: about how many a multiprocessor gets,
-and the blocks of a part at least.
+"""For tiles of keys that are levelled afterwards: about how many parts a multiprocessor gets, and the fewest blocks of
+a part.
 """
 
 useful_share = hopper_kernel.useful_share
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    """Return why this kernel cannot run tensors like these, naming what it can run; None if it can."""
     reason = hopper_kernel.supports(device, dtype, head_dim, v_head_dim)
     if reason is None and (head_dim, v_head_dim) != (HEAD_SIZE, HEAD_SIZE):
         reason = f"the cute kernel has head size {HEAD_SIZE}; got {head_dim} and {v_head_dim}"
@@ -68,10 +68,11 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 class CuteWork(HopperWork):
-    """A work list whose items are dealt to programs.
+    """A work list whose items are dealt to GPU programs.
 
-    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same
-    queries. To the rows of ``begins`` and ``finishes`` (runs, ``[n, 2]``, ascending) no earlier and no later list adds.
+    Tiles of keys are walked from their last queries to their first, because under a causal mask all of them end with
+    the same queries. ``begins`` and ``finishes`` are ranges of rows (``[n, 2]``, ascending) to which no earlier list,
+    and no later list, adds.
     """
 
     def __init__(self, *arguments: Any, begins: Ints, finishes: Ints) -> None:
@@ -80,15 +81,13 @@ class CuteWork(HopperWork):
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows, each with rows that the list begins or with others,
-        and that it finishes or with others.
-        """
+        """Tiles of packed query rows. The list begins all rows of a tile or none of them, and finishes all or none."""
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
     @cached_property
     def descending_segments(self) -> Segments:
-        """Tiles of keys against blocks of packed query rows, long ones split."""
+        """Tiles of keys with blocks of packed query rows; long tiles are split."""
         longest = longest_part(self._key_tiles, self.kv_heads, self.share, multiprocessors(self.device))
         if self.in_step:
             longest = min(longest, LONGEST_PART)
@@ -96,14 +95,14 @@ class CuteWork(HopperWork):
 
     @cached_property
     def whole_segments(self) -> Segments:
-        """The same with no tile split."""
+        """Tiles of keys with blocks of packed query rows, none of them split."""
         return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, descending=True)
 
     def own_segments(self, programs: int) -> tuple[Segments, bool]:
-        """Tiles of keys for a backward whose results nobody else adds to, and whether they are whole.
+        """Return tiles of keys for a backward to whose results nothing else adds, and whether they are whole.
 
-        Parts of a tile are added up in float32 and then rounded. So tiles are whole unless splitting them saves the
-        busiest program more than that costs, or dq is to be added up in step.
+        Parts of a tile must be added up in float32 and rounded afterwards. So tiles stay whole unless splitting saves
+        the busiest program more than that costs, or a long tile would keep programs from adding to dq in step.
         """
         if programs not in self._own:
             made, parts = self.whole_segments, self.descending_segments
@@ -124,26 +123,28 @@ class CuteWork(HopperWork):
 
     @cached_property
     def fitting(self) -> set[tuple[Any, ...]]:
-        """Layouts of tensors that this list was found to run as they are."""
+        """Layouts of tensors that are known to need no copy."""
         return set()
 
     @cached_property
     def covered_keys(self) -> int:
-        """Keys that some query sees."""
+        """How many keys at least one query sees."""
         return self._key_tiles.rows
 
     @cached_property
     def in_step(self) -> bool:
-        """Whether dq is too large for the L2, so that programs that run together should add to the same part of it."""
+        """Whether dq is too large for the L2 cache, so that programs should add to the same part of it at the same time
+        (*in step*).
+        """
         rows = int(self.slices[:, Q1].max(initial=0)) - int(self.slices[:, Q0].min(initial=0))
         return rows * self.heads * self.head_dim * 4 > BEYOND_L2
 
     def backward_tables(self, programs: int) -> tuple[int, list[Tensor]]:
-        """Of a backward that adds to its results, on up to ``programs`` programs: how many it has, and tiles,
-        segments and items.
+        """Return the launch of a backward that adds to its results, on at most ``programs`` programs: the number of
+        programs, and the tables of tiles, segments and items.
 
-        Made once for each number of programs: launches must not make the host wait. Tiles are cut until programs end
-        together, but not where dq is added up in step.
+        The tables are made once for each number of programs, because launches must not make the host wait. Tiles are
+        cut so that all programs end at about the same time, unless programs add to dq in step.
         """
         if programs not in self._backward_tables:
             used = min(programs, self.descending_segments.count * self.kv_heads)
@@ -156,6 +157,7 @@ class CuteWork(HopperWork):
         return self._backward_tables[programs]
 
     def _levelled_backward(self, programs: int) -> tuple[int, list[Tensor]]:
+        """Return the launch of a backward whose tiles are cut so that all programs end at about the same time."""
         block, units = QUERIES // self.pack, multiprocessors(self.device)
         longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
         made = segment_list(self._key_tiles, block, longest, descending=True)
@@ -171,8 +173,8 @@ class CuteWork(HopperWork):
         return {}
 
     def items(self, made: Segments, programs: int) -> Tensor:
-        """Which program of a backward computes what. Dealt once for each number of programs:
-        launches must not make the host wait.
+        """Return the table of items of a backward on ``programs`` programs. It is made once for each number of
+        programs, because launches must not make the host wait.
         """
         key = (id(made), programs)
         if key not in self._items:
@@ -185,10 +187,11 @@ class CuteWork(HopperWork):
         return {}
 
     def forward_tables(self, programs: int, fresh: bool) -> tuple[int, list[Tensor]]:
-        """Of a forward on up to ``programs`` programs: how many it has, and records, segments and counters.
+        """Return the launch of a forward on at most ``programs`` programs: the number of programs, and the tables of
+        records, segments and counters.
 
-        Made once for each number of programs: launches must not make the host wait. Tiles are cut for balance where
-        results are added to; where they are written, there is nothing to add parts to.
+        The tables are made once for each number of programs, because launches must not make the host wait. Tiles are
+        cut for balance only if results are added to; with ``fresh`` they are written, so parts could not be added.
         """
         key = (programs, fresh)
         if key not in self._forward_tables:
@@ -212,6 +215,7 @@ class CuteWork(HopperWork):
         return {}
 
     def _backward_order(self, made: Segments) -> Ints:
+        """Return the items of a backward in the order in which they are dealt."""
         if not self.in_step:
             return in_turns(made.count, self.kv_heads, 1)
         tiles, segments = made.made.tiles, made.made.segments
@@ -229,7 +233,7 @@ def prepare(
     begins: Ints = NO_ROWS,
     finishes: Ints = NO_ROWS,
 ) -> CuteWork:
-    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -246,8 +250,8 @@ def forward(
     lse_TH: Tensor,
     finished_THV: Tensor | None = None,
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with
-    ``settings.fresh`` write all of it.
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them. Rows that the list
+    finishes are written to ``finished``, if given.
     """
     made = work.forward_segments
     if not made.count:
@@ -283,7 +287,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written; with
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is overwritten; with
     ``settings.open_dq`` it is left open.
     """
     if not work.forward_segments.count:
@@ -315,11 +319,12 @@ def backward(
 
 
 def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
-    """Turn a dq that backwards left open into the gradient, in place or, rounded, in ``finished``."""
+    """Turn an open dq into the gradient, in place, or write the gradient in the model's dtype to ``finished``."""
     _close(dq_THD, dq_THD if finished_THD is None else finished_THD, settings)
 
 
 def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings) -> None:
+    """Write the gradient of an open dq to ``dq_THD``, which may be the same tensor."""
     rows, heads = dq_THD.shape[:2]
     if rows * heads:
         close = compiled_close(dq_THD.dtype)
@@ -336,7 +341,7 @@ def backward_alone(
     work: CuteWork,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the model's dtype, of slices that touch every query: three launches and nothing else."""
+    """Return dq, dk and dv in the model's dtype, by three launches; the slices must touch every query row."""
     assert back.out is not None
     q, k, v, do, out = _fitting(work, (q_THD, k_TGD, v_TGV, back.do, back.out), (lse_TH,))
     rows, heads, pack, stream = len(q), work.heads, work.pack, _stream(q.device)
@@ -373,7 +378,7 @@ def backward_alone(
 
 @cache
 def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
-    """What runs before a backward whose dq is its own, ready to be called with numbers."""
+    """Return the compiled :class:`Before`, which runs before a backward of order "alone"."""
     kind = TYPES[dtype]
     pointers = [_pointer(kind)] * 2 + [_pointer(Float32, 4)] * 3 + [_pointer(Float32)]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 8
@@ -382,7 +387,7 @@ def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
 
 @cache
 def compiled_after(dtype: torch.dtype, pack: int) -> Any:
-    """What runs after it, ready to be called with numbers."""
+    """Return the compiled :class:`After`, which runs after a backward of order "alone"."""
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 2 + [Float32(1.0)]
     return _compiled(After(TYPES[dtype], pack), pointers, numbers, "after", dtype, pack)
@@ -390,7 +395,7 @@ def compiled_after(dtype: torch.dtype, pack: int) -> Any:
 
 @cache
 def compiled_close(dtype: torch.dtype) -> Any:
-    """What closes an open dq, in this dtype, ready to be called with numbers."""
+    """Return the compiled :class:`Close`, which closes an open dq and writes it in this dtype."""
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 4 + [Float32(1.0)]
     return _compiled(Close(TYPES[dtype]), pointers, numbers, "close", dtype)
@@ -400,7 +405,7 @@ def compiled_close(dtype: torch.dtype) -> Any:
 def compiled_forward(
     dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool, finishes: bool
 ) -> Any:
-    """The forward of a model, ready to be called with numbers."""
+    """Return the compiled forward kernel of a model."""
     kind, out, key = TYPES[dtype], TYPES[out_dtype], (dtype, out_dtype, share, pack, softcap, fresh, finishes)
     kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh, finishes)
     pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4), _pointer(kind)] + [_pointer(Int32)] * 3
@@ -410,7 +415,7 @@ def compiled_forward(
 
 @cache
 def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, order: str) -> Any:
-    """The backward of a model, adding to a dq in this order, ready to be called with numbers."""
+    """Return the compiled backward kernel of a model that adds to a dq in this order ("rows", "open" or "alone")."""
     kind = TYPES[dtype]
     kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, order)
     pointers = [_pointer(kind)] * 4 + [_pointer(Float32, 4)] + [_pointer(Float32)] * 3 + [_pointer(Int32)] * 3
@@ -419,16 +424,17 @@ def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, 
 
 
 def _compiled(kernel: Any, pointers: list[Any], numbers: list[Any], *key: Any) -> Any:
-    """A kernel compiled for such arguments; ``key`` is what else of it is not in its sources."""
+    """Compile a kernel for such arguments, or load it from disk; ``key`` names it among those of the same sources."""
     arguments = (*pointers, *numbers, cuda.CUstream(0))
     name = "-".join(str(x).removeprefix("torch.") for x in key)
     return kept(name, lambda: cute.compile(kernel, *arguments, options="--enable-tvm-ffi"))
 
 
 def _fitting(work: CuteWork, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The inputs, copied where the copy engine's loads do not fit them; raises for what this work list cannot run.
+    """Return the inputs, copied if the copy engine cannot load them as they are; raise for tensors that this work list
+    cannot run.
 
-    Layouts that were found to fit are remembered with the list: looking again would take the host longer than the
+    Layouts that need no copy are remembered with the list, because another check would take the host longer than the
     launch.
     """
     layout = tuple((x.device, x.dtype, x.shape[1:], x.stride(), x.data_ptr() % ALIGNMENT) for x in (*inputs, *others))
@@ -450,16 +456,17 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of rows and heads, in elements."""
+    """Return the strides of rows and heads of each tensor, in elements."""
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _numbers(settings: Settings) -> tuple[float, float]:
+    """Return scale and softcap (0 for none); raise ValueError for a scale that is not above 0."""
     if not settings.scale > 0:
         raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
     return settings.scale, settings.softcap or 0.0
 
 
 def _stream(device: torch.device) -> int:
-    # What torch.cuda.current_stream asks, without an object around the answer.
+    # The same as torch.cuda.current_stream, without making an object.
     return int(torch._C._cuda_getCurrentRawStream(device.index))

@@ -1,17 +1,17 @@
-"""Levelling: long tiles cut in two or more, so that all programs of a launch end together. Integers only; no tensor.
+"""Levelled: cut long tiles into parts, so that all GPU programs of a launch end at about the same time, as integers.
 
-Dealing whole tiles leaves the busiest program some percent behind the mean, since a tile is long beside what a program
-has to do. Here the busiest programs (*givers*) give the first blocks of a tile to programs with the least work
-(*receivers*). The parts of a tile are ordinary tiles with the same rows that add to the same results. In a backward
-they do so in any order. In a forward they do so one after the other: part n waits, with its own blocks done, until part
-n - 1 has added, which a counter in memory says.
+If whole tiles are dealt, the busiest program has some percent more work than the mean, because a tile is a large share
+of a program's work. Here the busiest programs (*givers*) give the first blocks of a tile to the programs with the least
+work (*receivers*). The parts of a tile are ordinary tiles with the same rows, and add to the same results. In a
+backward they add in any order. In a forward they add one after the other: part n computes its blocks and then waits
+until part n - 1 has added its results, which a counter in memory tells.
 
-Parts come last in their programs. What goes before stays as it was dealt, in step with the other programs: those that
-walk the same keys at the same time share them through the L2.
+Parts come last in their programs. The items before them stay as they were dealt, in step with other programs, because
+programs that walk the same keys at the same time share them through the L2 cache.
 
-Nobody waits long, and never for ever. A receiver is filled by parts of several tiles, of which only the last one waits:
-where a tile is cut over several receivers, the part in the receiver that was filled last has the lowest number, since
-other parts may follow it. Receivers come first among the programs, the one that was filled last before the others, so a
+Waits are short and cannot deadlock. A receiver may have parts of several tiles, of which only the last one may wait: if
+a tile is cut over several receivers, the part in the receiver that was filled last has the lowest number, because other
+parts may follow it there. Receivers have the lowest program numbers, and the one that was filled last comes first. So a
 part waits only for programs with lower numbers, which the device starts first.
 """
 
@@ -28,14 +28,14 @@ from flexcp.executor.kernels.tiles import SegmentList
 
 Table = NDArray[np.int32]
 WORTH = 0.985
-"""Level only where the busiest program's work shrinks below this."""
+"""Tiles are cut only if the work of the busiest program shrinks to at most this fraction."""
 SHORTEST = 2
-"""Blocks of a part, at least."""
+"""The fewest blocks of a part."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A part of a tile: which item it is of, which program computes it, and its blocks."""
+    """A part of a tile: the item that it is cut from, the program that computes it, and its blocks ``begin..end``."""
 
     item: int
     program: int
@@ -45,10 +45,10 @@ class Given:
 
 @dataclass(frozen=True)
 class LevelledList:
-    """The tables of a launch whose programs end together.
+    """The tables of a launch whose programs end at about the same time.
 
-    ``parts`` has a row for every tile: its counter (-1: the tile is whole), and twice its number among the parts, plus
-    1 for the last.
+    ``parts`` has a row for every tile: its counter (-1: the tile is whole) and its *place*, which is twice its number
+    among the parts, plus 1 for the last part. ``counters`` is the number of counters, two for each tile that was cut.
     """
 
     made: SegmentList
@@ -60,10 +60,10 @@ class LevelledList:
 def levelled(
     made: SegmentList, items: Table, groups: int, programs: int, block: int, descending: bool = False
 ) -> LevelledList:
-    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs,
-    with tiles cut where that is worth it.
+    """Spread dealt items (``[rounds + 1, programs used]``) over up to ``programs`` programs, and cut tiles where that
+    is worth it.
 
-    Of tiles that are walked ``descending``, from each segment's last block to its first, the first blocks are the last.
+    ``descending`` says that kernels walk each segment from its last block to its first.
     """
     blocks = made.tiles[:, 3].astype(np.int64)
     of_item = np.where(items >= 0, blocks[np.maximum(items, 0) // groups], -TILE_PRICE)
@@ -77,15 +77,16 @@ def levelled(
 
 
 def _to_cut(items: Table, of_item: Ints) -> list[tuple[int, int]]:
-    """The item that each program would cut, and its blocks: its longest, the last of them where there are several."""
+    """Return, for each program, the item that it would cut and its blocks: the longest, and the last of several."""
     row = len(items) - 1 - of_item[::-1].argmax(axis=0)
     return [(int(items[r, p]), int(of_item[r, p])) for p, r in enumerate(row.tolist())]
 
 
 def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
-    """What changes hands for the lowest limit of work that can be kept; nothing where it is not worth it.
+    """Return the parts to give away so that the work of the busiest program is as low as possible; none if that is not
+    worth it.
 
-    ``cut`` has the item that each program would cut, and its blocks.
+    ``cut`` has for each program the item that it would cut, and its blocks.
     """
     order = np.argsort(work, kind="stable").tolist()
     sorted_work = work[order].tolist()
@@ -102,8 +103,8 @@ def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
 
 
 def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple[int, int]]) -> list[Given] | None:
-    """The same for one limit; None where not everything above it finds a place. Programs come by their work,
-    the least busy first.
+    """Return the parts to give away so that no program has more than ``limit`` work; None if that is impossible.
+    ``order`` has the programs sorted by their work, least first, and ``work`` is theirs in that order.
     """
     receiver, room = -1, 0
     found = []
@@ -121,7 +122,7 @@ def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple
                 if work[receiver] >= limit:
                     return None
                 room = limit - work[receiver] - TILE_PRICE
-            # A rest that would be too short to be a part of its own stays with the next.
+            # Leave at least SHORTEST blocks for the next part.
             size = left if left <= room else min(room, max(SHORTEST, left - SHORTEST))
             found.append(Given(item, order[receiver], begin, begin + size))
             begin, left, room = begin + size, left - size, room - size - TILE_PRICE
@@ -131,6 +132,7 @@ def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple
 def _tables(
     made: SegmentList, whole: Table, items: Table, given: list[Given], groups: int, block: int, descending: bool
 ) -> LevelledList:
+    """Return the tables of a launch in which the parts ``given`` are cut from their tiles."""
     tiles: list[list[int]] = []
     segments: list[list[int]] = []
     parts: list[list[int]] = []
@@ -169,7 +171,9 @@ def _tables(
 
 
 def _cut(made: SegmentList, segment: int, begin: int, end: int, block: int, descending: bool) -> Iterator[list[int]]:
-    """The segments of a tile's blocks ``begin`` to ``end`` in the order they are walked; ``segment`` is its first."""
+    """Yield the segments of a tile's blocks ``begin`` to ``end`` in the order in which they are walked; ``segment`` is
+    the tile's first.
+    """
     at = 0
     while at < end:
         key, count, *rest = made.segments[segment].tolist()

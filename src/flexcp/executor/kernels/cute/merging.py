@@ -1,8 +1,8 @@
-"""How the CuTe forward adds a tile to results that are there: by their LSEs, and, of a part of a tile,
-when its turn has come.
+"""Merging: how the CuTe forward kernel adds a tile to existing results, by their LSEs.
 
-Parts of a tile (:mod:`levelled`) add to the same rows one after the other. A counter in memory for each warp group of
-such a tile says how many have; the last part leaves it as it was before the launch.
+"Existing" are results in memory that earlier work lists, or earlier parts of the same tile, have written. Parts of a
+tile (:mod:`flexcp.executor.kernels.cute.levelled`) add to the same rows one after the other. Each such tile has a
+counter in memory for each warp group, which says how many parts have added; the last part sets it back to 0.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -16,21 +16,23 @@ from flexcp.executor.kernels.cute.parts import LOG2E, by_rows
 
 @cute.jit
 def read_lse(lse, l_at, there):
-    """LSEs of the results that are there, as they are: nothing that would wait for them is done here."""
+    """Start to load the existing LSEs into ``there``. They are not used here, because that would wait for the loads."""
     for r in cutlass.range_constexpr(2):
         there[r] = (lse + l_at[r]).load()
 
 
 @cute.jit
 def in_base_2(there, row0, row1, m, pack: cutlass.Constexpr[int]):
-    """LSEs that were read, in base 2; -inf in rows that are not of the tile."""
+    """Convert loaded LSEs to base 2, and set them to -inf in rows that are not in the tile."""
     for r in cutlass.range_constexpr(2):
         there[r] = there[r] * LOG2E if row0 + m[r] // pack < row1 else -Float32.inf
 
 
 @cute.jit
 def read_results(out, o_at, column0, there, width: cutlass.Constexpr[int], results):
-    """The results that are there. Rows that have seen no key are not read: they may be anything."""
+    """Load the existing results into ``results``; rows whose LSE is -inf are set to 0 and not read, since they may hold
+    anything.
+    """
     rows = by_rows(results)
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(width // 8):
@@ -45,8 +47,8 @@ def read_results(out, o_at, column0, there, width: cutlass.Constexpr[int], resul
 
 @cute.jit
 def weigh(whole, top, there, share, old_share, r: cutlass.Constexpr[int]):
-    """What new and old results of a row are worth: the old ones 2 ** there beside the new 2 ** top * whole.
-    Returns the sum of both.
+    """Compute the weights of the new and the existing results of row ``r``: new ones have the softmax sum
+    ``2 ** top * whole``, existing ones ``2 ** there``. Returns the sum of both, relative to the new ``top``.
     """
     both = cute.arch.fmax(top[r], there[r])
     base = Float32(0.0) if both == -Float32.inf else both
@@ -58,7 +60,7 @@ def weigh(whole, top, there, share, old_share, r: cutlass.Constexpr[int]):
 
 @cute.jit
 def add_scaled(results, more, factor):
-    """Add ``more``, of which each row is worth its ``factor``."""
+    """Add ``more`` to ``results``, each row times its ``factor``."""
     rows, more_rows = by_rows(results), by_rows(more)
     for r in cutlass.range_constexpr(2):
         rows[r, None].store(rows[r, None].load() + more_rows[r, None].load() * factor[r])
@@ -66,7 +68,7 @@ def add_scaled(results, more, factor):
 
 @cute.jit
 def wait_for_turn(counter, number, thread, barrier):
-    """Until the parts of this tile before this one have added their results."""
+    """Wait until the ``number`` parts of this tile before this one have added their results."""
     if thread == 0:
         done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         while done < number:
@@ -76,7 +78,7 @@ def wait_for_turn(counter, number, thread, barrier):
 
 @cute.jit
 def pass_turn(counter, place, thread, barrier):
-    """Of a part: say that it has added its results."""
+    """If the item is a part of a tile (``place >= 0``), tell the next part that this one has added its results."""
     if place >= 0:
         cute.arch.fence_acq_rel_gpu()
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)

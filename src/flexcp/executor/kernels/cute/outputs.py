@@ -1,4 +1,4 @@
-"""How the forward's results leave its registers, in the CuTe DSL: as float32 sums, or rounded where they stay."""
+"""Outputs: how the CuTe forward kernel writes its results from registers, as float32 sums or in the model's dtype."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flexcp.executor.kernels.cute.parts import ROWS, by_rows, round_to
 
 @cute.jit
 def write_sums(acc, out, o_at, row0, row1, m, column0, pack: cutlass.Constexpr[int]):
-    """float32 results, from the registers."""
+    """Write float32 results from the registers to memory."""
     rows = by_rows(acc)
     for r in cutlass.range_constexpr(2):
         if row0 + m[r] // pack < row1:
@@ -25,8 +25,8 @@ def write_sums(acc, out, o_at, row0, row1, m, column0, pack: cutlass.Constexpr[i
 
 @cute.jit
 def write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, barrier, pack: cutlass.Constexpr[int]):
-    """Results in the model's dtype, through shared memory: 16 bytes a thread, so that whole lines are written.
-    ``barrier`` is the warp group's own.
+    """Write results in the model's dtype, through shared memory, 16 bytes per thread, so that whole cache lines are
+    written. ``barrier`` is the named barrier of this warp group.
     """
     out, o_row, o_head = rounded
     dtype = sO.element_type

@@ -1,8 +1,8 @@
-"""Parts that the CuTe kernels share: tiles in shared memory, products, and the registers of a product.
+"""Parts: functions that the CuTe kernels share, for tiles in shared memory, matrix products and their registers.
 
-A warp group of 128 threads computes products of 64 rows. Of the result, thread t holds two rows,
-``16 * (t // 32) + t % 32 // 4`` and the one eight below, and of each of them two neighbours out of every eight columns,
-from ``2 * (t % 4)`` on.
+A warp group of 128 threads computes products of 64 rows. Thread t holds parts of two rows of the result,
+``16 * (t // 32) + t % 32 // 4`` and the one eight below it. Of each row it holds two adjacent columns out of every
+eight, beginning with column ``2 * (t % 4)``.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,28 +22,28 @@ from flexcp.executor.kernels.cute.items import RECORD
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-ROWS = 64  # of a warp group's product
+ROWS = 64  # rows of a warp group's product
 THREADS = 384  # one warp group that loads and stores, two that compute
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
-FAR = 1 << 30  # the length of tables whose length nobody needs, and a column that no row reaches
+FAR = 1 << 30  # stands for the length of a table, or a number of items, where the true number is not needed
 
 
 def shared_layout(dtype, rows, width, stages):
-    """``[rows, width, stages]`` in shared memory, rows of ``width`` numbers,
-    as the copy engine and the tensor cores want them.
+    """Return the layout of a tensor ``[rows, width, stages]`` in shared memory that the copy engine and the tensor
+    cores need.
     """
     atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, width)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, dtype), (rows, width, stages), order=(0, 1, 2))
 
 
 def shared_tensor(smem, dtype, layout):
-    """A tensor of that layout."""
+    """Allocate a tensor with this layout in shared memory."""
     return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
 def packed_heads_view(tensor, pack):
-    """``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``:
-    a row of a tile is a token and one of ``pack`` heads.
+    """Return a tensor ``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``: a row of a tile is then a
+    token and one of ``pack`` heads.
     """
     (heads, rows), width = tensor.shape
     stride = (tensor.stride[0], tensor.stride[1], tensor.stride[0][0] * pack)
@@ -51,13 +51,13 @@ def packed_heads_view(tensor, pack):
 
 
 def transposed(tensor):
-    """The first two dimensions exchanged."""
+    """Return the tensor with its first two dimensions exchanged."""
     shape = (tensor.shape[1], tensor.shape[0], tensor.shape[2])
     return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
 
 
 def by_rows(accumulator):
-    """The registers of a product as (rows of this thread, columns)."""
+    """Return the registers of a product as a tensor (rows of this thread, columns of this thread)."""
     shape, stride = accumulator.layout.shape, accumulator.layout.stride
     rows = ((shape[0][1], shape[1]), (stride[0][1], stride[1]))
     columns = ((shape[0][0], shape[0][2], shape[2]), (stride[0][0], stride[0][2], stride[2]))
@@ -66,7 +66,7 @@ def by_rows(accumulator):
 
 
 def as_operand(accumulator):
-    """The registers of a product as the left operand of the next."""
+    """Return the registers of a product in the layout of the left operand of another product."""
     pairs = cute.logical_divide(accumulator.layout, ((None, None, 2), None, None))
     shape, stride = pairs.shape, pairs.stride
     layout = cute.make_layout(
@@ -77,8 +77,8 @@ def as_operand(accumulator):
 
 
 def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
-    """Products of 64 rows and so many columns by one warp group;
-    the left operand comes from shared memory or registers.
+    """Return the tiled product of 64 rows and ``columns`` columns by one warp group; its left operand comes from shared
+    memory or, with ``from_registers``, from registers.
     """
     source = warpgroup.OperandSource.RMEM if from_registers else warpgroup.OperandSource.SMEM
     return sm90.make_trivial_tiled_mma(
@@ -88,8 +88,8 @@ def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
 
 @cute.jit
 def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
-    """Issue the product of each of the ``pairs`` of operands, added to ``accumulator`` or, ``fresh``,
-    written to it first.
+    """Start the products of all ``pairs`` of operands and add them to ``accumulator``; with ``fresh`` the first one
+    overwrites it. The caller waits for the results.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
@@ -103,7 +103,7 @@ def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
 
 @dsl_user_op
 def rounded_pair(low, high, dtype, *, loc=None, ip=None):
-    """Two float32 numbers as one word of two 16-bit ones."""
+    """Round two float32 numbers to 16 bits and return them as one word."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
     code = f"cvt.rn.{kind}.f32 $0, $2, $1;"
@@ -113,8 +113,8 @@ def rounded_pair(low, high, dtype, *, loc=None, ip=None):
 
 @cute.jit
 def round_to(source, target):
-    """float32 registers rounded to 16-bit ones, here: a plain conversion would be moved to
-    where the result is used, after other work.
+    """Round float32 registers to 16-bit ones at this point of the code. The compiler would move a plain conversion to
+    the place where its result is used, after other work.
     """
     words = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -123,9 +123,9 @@ def round_to(source, target):
 
 @dsl_user_op
 def seen_bits(first, last, *, loc=None, ip=None):
-    """A word whose bits from ``first`` to ``last`` are set, of those that it has; any numbers may be given.
+    """Return a word of 32 bits in which the bits ``first`` to ``last`` are set; both may be any integers.
 
-    Shifts of 32 and more give 0 in PTX, which is what this counts on.
+    This relies on PTX, in which shifts by 32 or more give 0.
     """
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (first, last)]
     code = """{
@@ -144,7 +144,9 @@ def seen_bits(first, last, *, loc=None, ip=None):
 
 @dsl_user_op
 def kept(word, bits, bit, *, loc=None, ip=None):
-    """The word where bit ``bit`` of ``bits`` is set, else 0: a test and a selection, the bit being a constant."""
+    """Return ``word`` if bit number ``bit`` of ``bits`` is set, else 0. ``bit`` is a constant, so this is one test and
+    one selection.
+    """
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (word, bits)]
     code = f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {1 << bit}; setp.ne.s32 p, t, 0; selp.b32 $0, $1, 0, p; }}"
     flags = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
@@ -153,42 +155,43 @@ def kept(word, bits, bit, *, loc=None, ip=None):
 
 @cute.jit
 def bounded(s, inner):
-    """tanh of logits for a softcap; -inf stays -inf."""
+    """Return tanh of a logit times ``inner``, for a softcap; -inf stays -inf."""
     x = cute.math.exp2(cutlass.min(s * inner, Float32(20.0)) * (2 * LOG2E), fastmath=True)
     return -Float32.inf if s == -Float32.inf else 1.0 - 2.0 / (1.0 + x)
 
 
 @dsl_user_op
 def fetch_line(pointer, *, loc=None, ip=None):
-    """Bring the line at ``pointer`` to the L2."""
+    """Prefetch the cache line at ``pointer`` into the L2."""
     flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
     llvm.inline_asm(None, [pointer.llvm_ptr], "prefetch.global.L2 [$0];", "l", **flags)
 
 
 @cute.jit
 def next_buffer(stage, phase, stages: cutlass.Constexpr[int]):
-    """The buffer of a ring after this one, and the phase in which it is filled."""
+    """Return the next buffer of a ring, and the phase of its barriers."""
     after = stage + 1 if stage + 1 < stages else Int32(0)
     return after, phase ^ 1 if after == 0 else phase
 
 
 @cute.jit
 def read_record(records, turn, record):
-    """Record ``turn`` of a launch into registers."""
+    """Load record number ``turn`` of a launch into the registers ``record``."""
     at = cute.make_ptr(Int32, (records + turn * RECORD).toint(), cute.AddressSpace.gmem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(RECORD)), record)
 
 
 def record_fields(record):
-    """First row (-1: no more), last row + 1, first segment, blocks, its first key, blocks and mask, group,
-    counter, place, last, first.
+    """Return the fields of a record (:func:`flexcp.executor.kernels.cute.items.records`): first row (-1: no more
+    items), last row + 1, first segment, blocks; first key, blocks and mask of that segment; group of heads; counter and
+    place of a part; whether the item is the last, and whether it is the first, to add to its rows.
     """
     return [record[i] for i in range(12)]
 
 
 @cute.jit
 def segment_start(segments, segment):
-    """First key, blocks, and whether they need a mask, of a segment."""
+    """Return the first key of a segment, its number of blocks, and whether they need a mask."""
     at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
     found = cute.make_rmem_tensor(4, Int32)
     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), found)
@@ -197,7 +200,7 @@ def segment_start(segments, segment):
 
 @cute.jit
 def segment_limits(segments, segment):
-    """lo, hi, end of the keys, q0, q1 of a segment."""
+    """Return lo, hi, the end of the keys, q0 and q1 of a segment."""
     at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
     found = cute.make_rmem_tensor(8, Int32)
     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), found)
@@ -206,21 +209,21 @@ def segment_limits(segments, segment):
 
 @cute.jit
 def arrive(bar):
-    """One lane of each warp says that its warp is done with a buffer."""
+    """Arrive at a barrier with one lane of this warp: the warp is done with a buffer."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(bar)
 
 
 @cute.jit
 def expect(bar, size):
-    """One lane announces how many bytes the copy engine will bring."""
+    """Arrive at a barrier with one lane, and announce how many bytes the copy engine will bring."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
 
 
 @cute.jit
 def load_box(atom, source, target, bar):
-    """A box of a tensor into a buffer, by the copy engine."""
+    """Start to load a box of a tensor into a buffer, by the copy engine."""
     to, at = cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
     )
@@ -229,7 +232,7 @@ def load_box(atom, source, target, bar):
 
 @cute.jit
 def zero_from(buffer, valid, thread):
-    """Zero the rows of a buffer from ``valid`` on: what lies past the end may be anything, and 0 * NaN is NaN."""
+    """Zero the rows of a buffer from row ``valid`` on: memory past the end may hold anything, and 0 * NaN is NaN."""
     rows, width = buffer.shape[0], buffer.shape[1]
     zeros = cute.make_rmem_tensor(8, buffer.element_type)
     zeros.fill(0.0)
@@ -243,6 +246,6 @@ def zero_from(buffer, valid, thread):
 
 @cute.jit
 def init_bars(bars, counts: cutlass.Constexpr[tuple]):
-    """Barriers that so many arrivals complete."""
+    """Initialise barriers; ``counts`` is the number of arrivals that completes each."""
     for i in cutlass.range_constexpr(len(counts)):
         cute.arch.mbarrier_init(bars + i, const_expr(counts[i]))

@@ -1,16 +1,17 @@
-"""How the fused backward's results leave its registers, in the CuTe DSL.
+"""Results: how the fused CuTe backward kernel writes its results from registers.
 
-dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills, in one of
-three orders:
+A warp group stores dq of a block in a buffer in shared memory, and the copy engine adds the buffer to memory. There are
+three orders of dq in memory:
 
-    rows   a tensor of the caller's that others add to as well
-    open   such a tensor while nobody but these kernels adds to it: rows and heads are in place, the columns of a row in
-           the order of the registers (:mod:`rows`), which costs half of the stores, no conflicts between threads that
-           store together, and no scaling
-    alone  sums of this launch's own, also in the order of the registers, that a copy without rows is added to
+    rows   the caller's tensor as it is, to which other code may add as well
+    open   the caller's tensor while only these kernels add to it: rows and heads are in place, but the columns of a row
+           are in the order of the registers (:mod:`flexcp.executor.kernels.cute.rows`). That needs half as many stores,
+           no bank conflicts between threads that store together, and no scaling
+    alone  a buffer of this launch alone (its *sums*), also in the order of the registers, to which contiguous memory is
+           added
 
-dk and dv of a tile are added to the caller's float32 tensors, four neighbours in a request, since long tiles are split
-over programs, or written once, rounded, where none is.
+dk and dv of a tile are added to the caller's float32 tensors, four adjacent numbers per request, if tiles are split
+over programs; otherwise they are written once, in the model's dtype.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -27,9 +28,11 @@ M = 64  # packed queries of a block
 
 
 def tensor_addresses(dq_memory, wg, row, lane, width):
-    """Where this thread's numbers of dq go in the buffer of a tensor: four addresses, the rest are constants apart.
+    """Return four addresses of this thread's numbers of dq in the shared buffer, for order "rows"; the other addresses
+    are at constant distances from them.
 
-    Rows of 32 numbers, whose eight chunks of 16 bytes are exchanged by the row, as the copy engine has them.
+    The buffer has rows of 32 numbers whose eight chunks of 16 bytes are permuted by the row number, as the copy engine
+    expects.
     """
     chunk16 = ((lane % 4) // 2) ^ (row % 8)
     first = wg * (M * width) + row * 32 + (lane % 2) * 2
@@ -38,7 +41,7 @@ def tensor_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_tensor(dq_at, acc_dQ, width: cutlass.Constexpr[int], scale):
-    """This thread's numbers of a block's dq into the buffer of a tensor."""
+    """Store this thread's numbers of a block's dq, scaled, in the shared buffer, for order "rows"."""
     rows = by_rows(acc_dQ)
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(width // 8):
@@ -48,7 +51,9 @@ def save_tensor(dq_at, acc_dQ, width: cutlass.Constexpr[int], scale):
 
 
 def open_addresses(dq_memory, wg, row, lane, width):
-    """The same of columns in the order of the registers: of groups 0 and 1, the rest are constants apart."""
+    """Return this thread's addresses in the shared buffer for order "open": those of column groups 0 and 1; the others
+    are at constant distances.
+    """
     chunk16 = ((lane % 4) * 2) ^ (row % 8)
     first = wg * (M * width) + row * 32
     return [dq_memory + (first + (chunk16 ^ i) * 4) for i in range(2)]
@@ -56,9 +61,7 @@ def open_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
-    """This thread's numbers of a block's dq into the buffer of a tensor whose columns are in the order
-    of the registers.
-    """
+    """Store this thread's numbers of a block's dq in the shared buffer, for order "open"."""
     rows = by_rows(acc_dQ)
     for r in cutlass.range_constexpr(2):
         for g in cutlass.range_constexpr(width // 16):
@@ -66,14 +69,18 @@ def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
 
 
 def sums_addresses(dq_memory, wg, row, lane, width):
-    """The same of sums: of groups 0 and 1, of a row whose number is even."""
+    """Return this thread's addresses in the shared buffer for order "alone": those of column groups 0 and 1 in an even
+    row.
+    """
     first = dq_memory + (wg * (M * width) + row * width + (lane % 4) * 4)
     return [first, first + 16]
 
 
 @cute.jit
 def save_sums(dq_at, acc_dQ, width: cutlass.Constexpr[int], odd):
-    """This thread's numbers of a block's dq into the buffer of the sums; ``odd`` is 1 where its rows are."""
+    """Store this thread's numbers of a block's dq in the shared buffer, for order "alone"; ``odd`` is 1 if its rows
+    have odd numbers.
+    """
     rows = by_rows(acc_dQ)
     even_at, odd_at = dq_at[0] + odd * 16, dq_at[1] - odd * 16
     for r in cutlass.range_constexpr(2):
@@ -84,7 +91,7 @@ def save_sums(dq_at, acc_dQ, width: cutlass.Constexpr[int], odd):
 
 @cute.jit
 def _save_four(rows, r: cutlass.Constexpr[int], group: cutlass.Constexpr[int], at):
-    """What this thread has of a group of 16 columns, as one store."""
+    """Store this thread's four numbers of a group of 16 columns at once."""
     four = cute.make_rmem_tensor(4, Float32)
     for e in cutlass.range_constexpr(4):
         four[e] = rows[r, 4 * group + e]
@@ -99,7 +106,7 @@ def _shared(pointer, size: cutlass.Constexpr[int]):
 
 @dsl_user_op
 def add_run(source, target, size, *, loc=None, ip=None):
-    """The copy engine adds ``size`` bytes of float32 numbers in shared memory to those at ``target``."""
+    """Let the copy engine add ``size`` bytes of float32 numbers from shared memory to those at ``target``."""
     operands = [target.llvm_ptr, source.toint(loc=loc, ip=ip).ir_value(), Int32(size).ir_value()]
     code = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
     flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
@@ -108,7 +115,7 @@ def add_run(source, target, size, *, loc=None, ip=None):
 
 @dsl_user_op
 def add_four(target, numbers, *, loc=None, ip=None):
-    """Add four float32 numbers to those at ``target``, a multiple of 16 bytes, in one request."""
+    """Add four float32 numbers to those at ``target``, an address aligned to 16 bytes, in one request."""
     operands = [target.llvm_ptr, *(Float32(x).ir_value(loc=loc, ip=ip) for x in numbers)]
     code = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
     flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
@@ -117,10 +124,10 @@ def add_four(target, numbers, *, loc=None, ip=None):
 
 @cute.jit
 def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor):
-    """Add this thread's rows of dk or dv to float32 memory: a tile's parts may be several programs.
+    """Add this thread's rows of dk or dv to float32 memory, because several programs may compute parts of a tile.
 
-    Neighbouring threads exchange pairs, so that each has four neighbours: the even one those of columns 0 to 7 of every
-    sixteen, the odd one those of columns 8 to 15.
+    Neighbouring threads exchange pairs of numbers, so that each has four adjacent ones: of every 16 columns, the even
+    thread gets numbers of columns 0 to 7 and the odd one those of columns 8 to 15.
     """
     rows = by_rows(accumulator)
     odd = column0 % 4 != 0
@@ -142,7 +149,7 @@ def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column
 
 @cute.jit
 def write_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor, dtype):
-    """Write this thread's rows of dk or dv, rounded to ``dtype``."""
+    """Write this thread's rows of dk or dv to memory, rounded to ``dtype``."""
     rows, out = by_rows(accumulator), cute.recast_ptr(out, dtype=dtype)
     for r in cutlass.range_constexpr(2):
         if key + 8 * r < key1:

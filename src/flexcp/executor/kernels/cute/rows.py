@@ -1,19 +1,19 @@
-"""What stands before and after the fused backward, in the CuTe DSL.
+"""Rows: the CuTe kernels that run before and after the fused backward kernel.
 
-Where dq belongs to one launch alone, the backward adds it up in float32, in *sums* of its own:
-``[head chunk, half of the columns, packed row, 64]``, where a packed row is a token and one of the query heads that
-share a tile, and every half has a block of rows to spare at its end. Columns of a row are in the order in which a warp
-group's registers hold them: number ``e`` of the four that thread ``c`` of a quad has of 16-column group ``g`` is column
-``16 g + 8 (e // 2) + 2 c + e % 2``, and in odd rows groups 0 and 1, 2 and 3 are exchanged, so that threads that store
-together use different banks of shared memory.
+If only one launch adds to dq, the backward adds it up in a float32 buffer of its own, the *sums*, of shape
+``[head chunk, half of the columns, packed row, 64]``. A packed row is a token and one of the query heads that share a
+tile, and every half has ``SPARE`` extra rows at its end. The columns of a row are in the order in which the registers
+of a warp group hold them: thread ``c`` of a quad has four numbers of each group ``g`` of 16 columns, and its number
+``e`` is column ``16 g + 8 (e // 2) + 2 c + e % 2``. In odd rows groups 0 and 1, and 2 and 3, are exchanged, so that
+threads that store at the same time use different banks of shared memory.
 
 :class:`Before` computes delta, packs the statistics and clears the sums, in one pass over the output and its gradient.
-:class:`After` rounds the sums to dq.
+:class:`After` makes dq from the sums.
 
-Where several launches add to a dq, and nothing else does until the last of them, it is *open*: rows and heads are in
-their places, but not the columns of every 32, and the scale is missing. Number ``e`` of the four that thread ``c`` of a
-quad has of group ``g`` of the 32 is at ``8 c + 4 g + e``, which under the copy engine's own exchange of chunks also
-uses different banks. :class:`Close` puts the columns in their places and scales them.
+If several launches add to a dq, and nothing else does before the last of them, dq is *open*: rows and heads are in
+place, but columns are permuted within each 32, and the scale is missing. Thread ``c``'s number ``e`` of group ``g``
+(0 or 1) is at place ``8 c + 4 g + e`` of the 32; together with the copy engine's own permutation of chunks this also
+uses different banks. :class:`Close` puts the columns in place and scales them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -26,29 +26,31 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from flexcp.executor.kernels.cute.parts import LOG2E, rounded_pair
 
 THREADS = 256
-LANES = 16  # that share a row of one head: each has 8 numbers of it
+LANES = 16  # threads that share a row of one head; each has 8 numbers of it
 ROWS_AT_ONCE = THREADS // LANES
-LAPS = 4  # rows of each lane, loaded together
+LAPS = 4  # rows of each thread, loaded together
 SPARE = 64  # packed rows at the end of each half, for blocks that reach past the last row
 
 
 @cute.jit
 def place_of(number, rows, heads, pack: cutlass.Constexpr[int]):
-    """Of row-and-head ``number``: token, head, chunk of heads, packed row."""
+    """Return token, head, chunk of heads and packed row of the (token, head) pair with this number."""
     row, head = number // heads, number % heads
     return row, head, head // pack, row * pack + head % pack
 
 
 @cute.jit
 def vector_at(dtype, pointer, size: cutlass.Constexpr[int]):
-    """``size`` numbers at an address that is a multiple of their bytes."""
+    """Return ``size`` numbers in global memory as a tensor; their address must be a multiple of their bytes."""
     align = const_expr(size * dtype.width // 8)
     there = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(there, cute.make_layout(size))
 
 
 class Before:
-    """delta, packed statistics (LSE in base 2, then delta) and cleared sums, for heads of ``8 * LANES`` numbers."""
+    """The kernel that computes delta, packs the statistics (LSE in base 2, then delta) and clears the sums, for heads
+    of ``8 * LANES`` numbers.
+    """
 
     def __init__(self, dtype, pack, has_dlse):
         self.dtype, self.pack, self.has_dlse = dtype, pack, has_dlse
@@ -74,7 +76,7 @@ class Before:
         dlse_head: Int64,
         stream: cuda.CUstream,
     ):
-        """Launch. Strides are in elements; those of ``do`` and ``out`` are multiples of 16 bytes."""
+        """Launch the kernel. Strides are in elements; those of ``do`` and ``out`` are multiples of 16 bytes."""
         programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
         self.kernel(
             do,
@@ -152,7 +154,7 @@ class Before:
 
 
 class After:
-    """dq from the sums: scaled, rounded, and in the order of rows and columns."""
+    """The kernel that makes dq from the sums: scaled, rounded, and with rows and columns in place."""
 
     def __init__(self, dtype, pack):
         self.dtype, self.pack = dtype, pack
@@ -169,7 +171,7 @@ class After:
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """Launch. Strides are in elements."""
+        """Launch the kernel. Strides are in elements."""
         programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
         self.kernel(sums, dq, rows, heads, dq_row, dq_head, scale).launch(
             grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
@@ -212,8 +214,8 @@ class After:
 
 
 class Close:
-    """An open dq with its columns in their places, scaled, in its own memory or rounded to ``dtype`` elsewhere.
-    A warp takes a row.
+    """The kernel that closes an open dq: it puts the columns in place and scales them, in the same memory, or rounded
+    to ``dtype`` in another tensor. A warp handles a row.
     """
 
     def __init__(self, dtype):
@@ -233,7 +235,9 @@ class Close:
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """Launch. Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``out`` may be ``dq``."""
+        """Launch the kernel. Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``out`` may be
+        ``dq``.
+        """
         at_once = THREADS // 32 * LAPS
         programs = (rows * heads + at_once - 1) // at_once
         self.kernel(dq, out, rows, heads, dq_row, dq_head, out_row, out_head, scale).launch(
@@ -262,7 +266,7 @@ class Close:
             if number < rows * heads:
                 at = number // heads * dq_row + number % heads * dq_head + lane * 4
                 cute.autovec_copy(vector_at(Float32, dq + at, 4), found[None, lap])
-        # All of a row is read before any of it is written.
+        # The whole row must be read before any of it is written.
         cute.arch.sync_warp()
         column = lane // 8 * 32 + lane % 2 * 16 + lane % 8 // 2 * 2
         for lap in cutlass.range_constexpr(LAPS):

@@ -1,1 +1,1 @@
-"""Attention in Gluon, for Hopper."""
+"""Attention kernels for Hopper GPUs in Gluon."""

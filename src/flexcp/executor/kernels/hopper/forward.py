@@ -1,20 +1,20 @@
 """The forward kernel for Hopper (sm90) in Gluon: copy engine, asynchronous tensor cores, warp specialisation.
 
-A persistent program per multiprocessor takes tiles of 128 packed query rows, there and back through the list
-(*zigzag*), so that who had the longest of one round has the shortest of the next. Three partitions of warps work on
-them:
+There is one persistent program per multiprocessor. It takes tiles of 128 packed query rows in a *zigzag* through the
+list, so that the program with the longest tile of one round has the shortest of the next. Three partitions of warps
+work on a tile:
 
-    load       one warp: queries of a tile, then its keys and values block by block, by the copy engine into rings of
+    load       one warp: loads the queries, then the keys and values block by block, by the copy engine into rings of
                buffers
     compute 0  one warp group: rows 0..63 of the tile
     compute 1  one warp group: rows 64..127
 
-A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1
-while the tensor cores are busy with the values; the two groups take turns in issuing (*ping-pong*), so that one's
-softmax falls on the other's products.
+A warp group starts the logits of block j + 1 and the product with the values of block j together, and computes the
+softmax of block j + 1 while the tensor cores multiply the values. The two groups take turns in starting products
+(*ping-pong*), so that the softmax of one runs beside the products of the other.
 
-Blocks of a tile are walked in one loop over its segments (see :mod:`tiles`). Keys past a slice's end may hold anything:
-their logits are masked, and their values are zeroed in the buffer, since 0 * NaN is NaN.
+The blocks of a tile are walked in one loop over its segments (:mod:`flexcp.executor.kernels.tiles`). Keys past the end
+of a slice may hold anything: their logits are masked, and their values are zeroed in the buffer, since 0 * NaN is NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -40,7 +40,7 @@ from flexcp.executor.kernels.hopper.rings import (
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # of one warp group
+ROWS = gl.constexpr(64)  # packed query rows of one warp group
 
 
 @gluon.jit(do_not_specialize=["n_tiles", "groups", "chunk", "scale", "softcap", "so0", "so1", "sl0", "sl1"])
@@ -73,7 +73,7 @@ def forward_kernel(
     q_smem = gl.allocate_shared_memory(q.dtype, [2, ROWS // PACK, PACK, D], q.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, N, 1, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, N, 1, V], v.layout)
-    # full and free: of the queries, then a ring each for keys and values; and whose turn it is
+    # Full and free barriers of the queries, of the rings of keys and values, and barriers for the groups' turns.
     q_bars = ring_barriers(1, 1)
     k_bars = ring_barriers(STAGES, 1)
     v_bars = ring_barriers(STAGES, 1)
@@ -115,7 +115,7 @@ def _load(
     q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, _turns = buffers
     size: gl.constexpr = q.dtype.primitive_bitwidth // 8
     stage = 0
-    phase = 1  # of the free barriers: new ones count as passed
+    phase = 1  # a new free barrier counts as passed for phase 1
     q_phase = 1
     program, step = first_item()
     while program < n_programs:
@@ -168,10 +168,10 @@ def _compute(
     SOFTCAP: gl.constexpr,
     FRESH: gl.constexpr,
 ):
-    """One warp group's rows of every tile of this program: logits, softmax and the sum of values.
+    """Compute one warp group's rows of every tile of this program: logits, softmax and the sum of values.
 
-    In one piece: a step of the loop over keys has the logits of one block and the sum over values of the block before
-    in flight together, so neither can be a function that starts its product and awaits it.
+    In one piece: a step of the loop over keys has the logits of one block and the product with the values of the block
+    before it in flight together, so neither can be a function that starts its product and waits for it.
     """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
@@ -215,12 +215,12 @@ def _compute(
             before = lse_base + m // PACK * sl0 + m % PACK * sl1
             top = gl.load(before, mask=row < row1, other=float("-inf")) * LOG2E
             total = gl.where(top == float("-inf"), 0.0, 1.0)
-            # Rows that have seen no key are zero: a first stage need not read them.
+            # Rows that have seen no key are zero, so they are not read.
             old = live & (gl.convert_layout(top, o_rows) > float("-inf"))
             at = (mo // PACK * so0 + mo % PACK * so1)[:, None] + e[None, :]
             acc = gl.load(out_base + at, mask=old[:, None], other=0.0).to(gl.float32)
 
-        # The first block: logits and softmax.
+        # Logits and softmax of the first block.
         mbarrier.wait(q_bars.index(0), q_phase)
         q_phase ^= 1
         mbarrier.wait(k_bars.index(stage), phase)
@@ -271,7 +271,7 @@ def _compute(
             acc = acc * gl.convert_layout(decay, o_rows)[:, None]
             p = gl.convert_layout(p32.to(k_smem.dtype), p_layout)
 
-        # The queries are free for the next tile; the last block's values.
+        # Free the queries for the next tile, then multiply the values of the last block.
         mbarrier.arrive(q_bars.index(1))
         mbarrier.wait(v_bars.index(stage), phase)
         if valid < N:
@@ -291,7 +291,9 @@ def _compute(
 
 @gluon.jit
 def whose(program, n_tiles, groups, chunk):
-    """Tile and group of heads of a program: ``chunk`` tiles of each group in turn, then the next ``chunk``."""
+    """Return the tile and the group of heads of item ``program``; each group takes ``chunk`` tiles before the next
+    group's turn.
+    """
     first = program // (chunk * groups) * chunk
     within = program - first * groups
     width = gl.minimum(chunk, n_tiles - first)
@@ -300,21 +302,21 @@ def whose(program, n_tiles, groups, chunk):
 
 @gluon.jit
 def _masked(s, row, column, segment):
-    """Logits with -inf where the segment's band and rows do not reach."""
+    """Return the logits with -inf where the segment's band or rows hide the pair."""
     first, last = _bounds(row, segment)
     return gl.where((column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None]), s, float("-inf"))
 
 
 @gluon.jit
 def seen(x, row, column, segment):
-    """x with 0 where the segment's band and rows do not reach."""
+    """Return ``x`` with 0 where the segment's band or rows hide the pair."""
     first, last = _bounds(row, segment)
     return gl.where((column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None]), x, 0.0)
 
 
 @gluon.jit
 def _bounds(row, segment):
-    """First and last column that each row sees of a segment."""
+    """Return the first and the last column of a segment that each row sees."""
     lo = gl.load(segment + 3)
     hi = gl.load(segment + 4)
     end = gl.load(segment + 5)
@@ -325,7 +327,9 @@ def _bounds(row, segment):
 
 @gluon.jit
 def _softmax(s, top, total, scale, softcap, SOFTCAP: gl.constexpr):
-    """(probabilities, maximum, sum, what older results are worth) after a block of logits, base 2."""
+    """Return probabilities, running maximum and sum, and the factor of older results, after a block of logits (base
+    2).
+    """
     if SOFTCAP:
         s = gl.where(s == float("-inf"), s, tanh(s * scale))
         scale = softcap * LOG2E
@@ -344,7 +348,7 @@ def tanh(x):
 
 @gluon.jit
 def zero_tail(values, valid, N: gl.constexpr, V: gl.constexpr):
-    """Zero the rows from ``valid`` on. Both groups do it: they write the same."""
+    """Zero the rows from row ``valid`` on. Both warp groups do this; they write the same zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [4, 1], [1, 0])
     CHUNK: gl.constexpr = 16
     for i in gl.static_range(N // CHUNK):

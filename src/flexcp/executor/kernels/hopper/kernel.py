@@ -1,4 +1,6 @@
-"""The Hopper kernel: head sizes 64 and 128 in bf16 or fp16 on sm90, in Gluon. Same interface as every kernel."""
+"""The Hopper kernel: head sizes 64 and 128 in bf16 or fp16 on sm90, in Gluon. It has the interface of
+:mod:`flexcp.executor.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.fl
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    """Return why this kernel cannot run tensors like these, naming what it can run; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return f"the hopper kernel runs on NVIDIA GPUs of compute capability 9.0 (H100, H200); got {device}"
     if dtype not in DTYPES:
@@ -56,11 +58,11 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 class HopperWork(WorkList):
-    """A work list that can also be walked in segments."""
+    """A work list whose tiles are walked in segments."""
 
     @cached_property
     def pack(self) -> int:
-        """Query heads of a KV head in one tile."""
+        """How many query heads of a KV head are in one tile."""
         return packed_heads(self.share)
 
     @cached_property
@@ -70,19 +72,21 @@ class HopperWork(WorkList):
 
     @cached_property
     def backward_segments(self) -> Segments:
-        """Tiles of keys against blocks of packed query rows: one owner per key."""
+        """Tiles of keys with blocks of packed query rows, not split: one program computes a key's gradients."""
         return self._key_segments(None)
 
     @cached_property
     def split_segments(self) -> Segments:
-        """The same with long tiles split, for balance: a key's parts are added in any order."""
+        """Tiles of keys with long ones split, for balance: parts of a key's gradients are added in any order."""
         units = multiprocessors(self.device)
         return self._key_segments(longest_part(self._key_tiles, self.kv_heads, self.share, units))
 
     def in_turn(self, programs: int) -> int:
-        """Tiles of queries that a group of heads takes in turn. Counted once: launches must not make the host wait."""
+        """Return how many tiles of queries a group of heads takes per turn; cached, because launches must not make the
+        host wait.
+        """
         if programs not in self._turns:
-            row_bytes = (self.head_dim + self.v_head_dim) * 2  # of DTYPES
+            row_bytes = (self.head_dim + self.v_head_dim) * 2  # all DTYPES have two bytes
             blocks, groups = self.forward_segments.blocks, self.heads // self.pack
             self._turns[programs] = tiles_in_turn(blocks, row_bytes, groups, self.kv_heads, programs)
         return self._turns[programs]
@@ -96,12 +100,13 @@ class HopperWork(WorkList):
         return key_tiles(self.slices, self.share)
 
     def _key_segments(self, longest: int | None) -> Segments:
+        """Return tiles of keys as segments; tiles of more than ``longest`` blocks are split."""
         return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A segment list here and on its device, and the blocks of each of its tiles."""
+    """A segment list on the host (``made``) and on its device, and the number of blocks of each tile."""
 
     made: SegmentList
     blocks: Ints
@@ -112,20 +117,21 @@ class Segments:
     def of(
         made: TileList, block: int, device: torch.device, longest: int | None = None, descending: bool = False
     ) -> Segments:
+        """Cut a tile list into segments and upload them."""
         cut = segment_list(made, block, longest, descending)
         tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
         return Segments(cut, cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
 
     @property
     def count(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return len(self.blocks)
 
 
 def prepare(
     slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device
 ) -> HopperWork:
-    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -141,7 +147,7 @@ def forward(
     out_THV: Tensor,
     lse_TH: Tensor,
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them."""
     made = work.forward_segments
     if not made.count:
         return
@@ -189,7 +195,7 @@ def backward(
 ) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order.
 
-    With ``settings.fresh`` dq is written.
+    With ``settings.fresh`` dq is overwritten.
     """
     if not work.forward_segments.count:
         return
@@ -212,6 +218,7 @@ def _backward_keys(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
+    """Launch the kernel of dk and dv."""
     made = work.backward_segments if settings.deterministic else work.split_segments
     pack, items, rows = work.pack, made.count * work.kv_heads, len(q)
     keys_kernel[(programs_of(items, settings, work),)](
@@ -251,6 +258,7 @@ def _backward_queries(
     settings: Settings,
     dq: Tensor,
 ) -> None:
+    """Launch the kernel of dq."""
     made, pack, groups = work.forward_segments, work.pack, work.heads // work.pack
     programs = programs_of(made.count * groups, settings, work)
     queries_kernel[(programs,)](
@@ -281,7 +289,7 @@ def _backward_queries(
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
-    """Pairs that attend over pairs that the tiles compute: what tiles alone allow."""
+    """Return which fraction of the pairs that the tiles compute attend: an upper bound of the kernel's efficiency."""
     pack = packed_heads(share)
     shares = [useful(slices, query_tiles(slices, share), TILE // pack * BLOCK)]
     if not backward:
@@ -291,11 +299,14 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
 
 
 def programs_of(items: int, settings: Settings, work: HopperWork) -> int:
-    """One persistent program per multiprocessor that is ours."""
+    """Return the number of programs of a launch: one for each multiprocessor outside of the SM margin, and at most
+    ``items``.
+    """
     return min(items, max(1, multiprocessors(work.device) - settings.sm_margin))
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
+    """Return the tensor descriptor by which the copy engine loads boxes of ``rows`` rows and ``heads`` heads."""
     width = x_THD.shape[2]
     layout = _layout(rows, heads, width, x_THD.dtype)
     return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), [rows, heads, width], layout)
@@ -303,7 +314,7 @@ def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
 
 @lru_cache
 def _layout(rows: int, heads: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a block lies in shared memory. Remembered: a launch has three or four,
-    and finding one takes the host as long as launching.
+    """Return the layout of a box in shared memory. It is cached, because a launch needs three or four of them, and
+    finding one takes the host as long as launching.
     """
     return gl.NVMMASharedLayout.get_default_for([rows, heads, width], GLUON_DTYPES[dtype])

@@ -1,19 +1,19 @@
-"""dk and dv for Hopper (sm90) in Gluon.
+"""The kernel of dk and dv for Hopper (sm90) in Gluon.
 
-A persistent program per multiprocessor takes tiles of 128 keys of one KV head and walks the packed queries that see
-them, 64 at a time. One warp loads (queries and output gradients through the copy engine, their statistics beside them);
-two warp groups compute, each for 64 of the keys, everything transposed (keys x queries) so that dK and dV stay in
-registers:
+There is one persistent program per multiprocessor. It takes tiles of 128 keys of one KV head and walks the packed
+queries that see them, 64 at a time. One warp loads queries and output gradients by the copy engine, and their
+statistics (LSE and delta). Two warp groups compute 64 of the keys each. All products are transposed (keys x queries),
+so that dK and dV stay in registers:
 
     S' = K Q'    P' = exp2(S' - lse)    dV += P' dO    dP' = V dO'    dS' = P' (dP' - delta)    dK += dS' Q
 
-The logits of the next block are issued behind the products of this one, so that the tensor cores do not wait for a warp
-group that waits for them. dq is a pass of its own (:mod:`hopper_queries`): a fused kernel with five products instead of
-seven, dq added to memory by the copy engine, measured slower (docs/kernels.md). A list without split tiles gives every
-sum one order.
+The logits of the next block are started right after the products of the current one, so that the tensor cores stay busy
+while a warp group waits for them. dq has a kernel of its own (:mod:`flexcp.executor.kernels.hopper.queries`): a fused
+kernel with five products instead of seven, in which the copy engine adds dq to memory, was measured to be slower
+(docs/kernels.md). With a list without split tiles, every sum has a fixed order.
 
-Queries past a slice's end and keys past a tile's end may hold anything: the former's rows are zeroed in the buffers,
-and both are masked.
+Queries past the end of a slice and keys past the end of a tile may hold anything: both are masked, and such queries are
+also zeroed in the buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -39,10 +39,10 @@ from flexcp.executor.kernels.hopper.rings import (
     ring_barriers,
 )
 
-# Numbers to shared memory, asynchronously: Triton 3.6 and 3.9 have two names for it.
+# Copies numbers to shared memory asynchronously; the function has different names in Triton 3.6 and 3.9.
 load_numbers = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-KEYS = gl.constexpr(128)  # of a tile
-HALF = gl.constexpr(64)  # of one warp group
+KEYS = gl.constexpr(128)  # keys of a tile
+HALF = gl.constexpr(64)  # keys of one warp group
 M = gl.constexpr(64)  # packed queries of a block
 
 
@@ -81,7 +81,7 @@ def keys_kernel(
     q_smem = gl.allocate_shared_memory(q.dtype, [STAGES, M // PACK, PACK, D], q.layout)
     do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, M // PACK, PACK, V], do.layout)
     stat_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # full and free: of keys and values, and of a ring for queries (with the statistics) and gradients
+    # Full and free barriers of keys and values, and of the ring of queries (with statistics) and gradients.
     kv_bars = ring_barriers(1, 1)
     q_bars = ring_barriers(STAGES, 2)
     fence_async_shared()
@@ -123,7 +123,7 @@ def _load(
     CHUNKS: gl.constexpr = SHARE // PACK
     m = gl.arange(0, M, layout=gl.BlockedLayout([2], [32], [1], [0]))
     stage = 0
-    phase = 1  # of the free barriers: new ones count as passed
+    phase = 1  # a new free barrier counts as passed for phase 1
     kv_phase = 1
     program, step = first_item()
     while program < n_programs:
@@ -172,10 +172,10 @@ def _compute(
     STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """One warp group's keys of every tile of this program: gradients of keys and values, summed over queries.
+    """Compute one warp group's keys of every tile of this program: gradients of keys and values, summed over queries.
 
-    In one piece: both sums and the places in the rings live in registers across chunks of heads and blocks of queries,
-    so an inner loop by itself would take and return them all.
+    In one piece: both sums and the positions in the rings live in registers across chunks of heads and blocks of
+    queries, so an inner loop in a separate function would have to take and return them all.
     """
     tiles, segments, groups, n_programs = common
     k_smem, v_smem, q_smem, do_smem, stat_smem, kv_bars, q_bars = buffers
@@ -250,7 +250,7 @@ def _compute(
                 ds16 = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
                 dk_acc = warpgroup_mma(ds16, queries, dk_acc, is_async=True)
 
-                # The next block's logits. After the last block they are of whatever is in the buffer, and unused.
+                # Logits of the next block. After the last block they are computed from stale buffers and not used.
                 done = stage
                 stage, phase = next_slot(stage, phase, STAGES)
                 query += M // PACK
@@ -274,7 +274,7 @@ def _compute(
                 s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(kv_bars.index(1))
 
-        # Added, since a tile's parts may be several programs; where they are not, the additions have one order.
+        # Results are added, because several programs may compute parts of a tile; otherwise their order is fixed.
         nk = group_id * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, dk_layout))
         nv = group_id * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, dv_layout))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, dk_layout))

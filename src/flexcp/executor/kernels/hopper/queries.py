@@ -1,7 +1,7 @@
-"""dq for Hopper (sm90) in Gluon; dk and dv are :mod:`hopper_keys`'s.
+"""The dq kernel for Hopper (sm90) in Gluon; :mod:`flexcp.executor.kernels.hopper.keys` computes dk and dv.
 
-Built like the forward: tiles of 128 packed query rows, one warp that loads, two warp groups of 64 rows each that
-compute
+It is built like the forward: tiles of 128 packed query rows, one warp that loads, and two warp groups of 64 rows each
+that compute
 
     S = Q K'    P = exp2(S - lse)    dP = dO V'    dS = P (dP - delta)    dQ += dS K
 """
@@ -160,10 +160,10 @@ def _compute(
     SOFTCAP: gl.constexpr,
     FRESH: gl.constexpr,
 ):
-    """One warp group's rows of every tile of this program: gradients of queries, summed over keys.
+    """Compute one warp group's rows of every tile of this program: gradients of queries, summed over keys.
 
     In one piece: a step of the loop over keys has the sum of one block and the logits of the next in flight together,
-    so neither can be a function that starts its product and awaits it.
+    so neither can be a function that starts its product and waits for it.
     """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
@@ -229,7 +229,7 @@ def _compute(
             ds16 = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, dq_layout, 2))
             acc = warpgroup_mma(ds16, k_smem.index(stage).reshape([N, D]), acc, is_async=True)
 
-            # The next block's logits. After the last block they are of whatever is in the buffer, and unused.
+            # Logits of the next block. After the last block they are computed from stale buffers and not used.
             k_stage = stage
             stage, phase = next_slot(stage, phase, STAGES)
             key += N
@@ -258,6 +258,6 @@ def _compute(
         live = (row0 + mq // PACK < row1)[:, None]
         if FRESH:
             gl.store(to, (acc * unit).to(dq.dtype.element_ty), mask=live)
-        else:  # one owner per row: the additions have one order
+        else:  # only one program adds to a row, so the order of additions is fixed
             gl.atomic_add(to, acc * unit, mask=live, sem="relaxed")
         program, step = next_item(program, step)

@@ -1,12 +1,13 @@
-"""What the Hopper kernels' warps share: how a loading warp hands buffers to two computing warp groups,
-and how all walk the work list.
+"""Rings: how a loading warp of the Hopper kernels hands buffers to two computing warp groups, and how all of them walk
+the work list.
 
 A *ring* is a row of buffers with two barriers each: *full*, on which the computing groups wait for the copy engine, and
-*free*, on which the loading warp waits for both groups. Who walks a ring keeps a slot and the phase of its barriers;
-the loading warp begins with phase 1, because new barriers count as passed.
+*free*, on which the loading warp waits for both groups. Each side keeps its slot in the ring and the phase of the
+slot's barriers. The loading warp begins with phase 1, because a new barrier counts as passed for that phase.
 
-A program takes the items of its list there and back (*zigzag*). An item has a tile of rows, and the tile has blocks,
-which lie in segments: eight numbers each, the first row and the number of blocks before the others (see :mod:`tiles`).
+A program takes items of the list in a *zigzag*, alternately from the front and the back of each round. An item is a
+tile of rows with a group of heads. The blocks of a tile lie in segments of eight numbers each, which begin with the
+first row and the number of blocks (:mod:`flexcp.executor.kernels.tiles`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -16,13 +17,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# A box of a tensor through the copy engine: Triton 3.6 and 3.9 have two names for it.
+# Loads a box of a tensor by the copy engine; the function has different names in Triton 3.6 and 3.9.
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
 def ring_barriers(SLOTS: gl.constexpr, FULL: gl.constexpr):
-    """Barriers of a ring: ``FULL`` full ones of every slot, then the free ones."""
+    """Allocate and initialise the barriers of a ring: ``FULL`` full ones for every slot, then a free one for each."""
     bars = gl.allocate_shared_memory(gl.int64, [(FULL + 1) * SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(FULL * SLOTS):
         mbarrier.init(bars.index(i), count=1)
@@ -33,7 +34,7 @@ def ring_barriers(SLOTS: gl.constexpr, FULL: gl.constexpr):
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """The slot after one of a ring, and the phase of its barriers."""
+    """Return the next slot of a ring, and the phase of its barriers."""
     slot += 1
     if slot == SLOTS:
         slot = 0
@@ -43,20 +44,20 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def first_item():
-    """The first item of this program, and how far its next is."""
+    """Return this program's first item, and the step to its next item."""
     item = gl.program_id(0)
     return item, 2 * (gl.num_programs(0) - item) - 1
 
 
 @gluon.jit
 def next_item(item, step):
-    """The item after one, and how far the next is."""
+    """Return the next item, and the step to the one after it."""
     return item + step, 2 * gl.num_programs(0) - step
 
 
 @gluon.jit
 def next_block(at, left, segment, segments, ROWS: gl.constexpr):
-    """First row of the next block, how many are left of its segment, and the segment."""
+    """Return the first row of the next block, how many blocks are left in its segment, and the segment."""
     at += ROWS
     left -= 1
     if left == 0:
@@ -68,7 +69,7 @@ def next_block(at, left, segment, segments, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_slot(tensor, at, bars, buffers, slot, phase, SLOTS: gl.constexpr, BYTES: gl.constexpr):
-    """Fill a slot with a box of a tensor, once it is free."""
+    """Start to fill a slot with a box of a tensor, once the slot is free."""
     mbarrier.wait(bars.index(SLOTS + slot), phase)
     mbarrier.expect(bars.index(slot), BYTES)
     load_box(tensor, at, bars.index(slot), buffers.index(slot))
@@ -95,8 +96,8 @@ def load_keys(
     V: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """Fill the rings of keys and values with the blocks of a tile, the first at ``key``;
-    returns the slot and phase after them.
+    """Fill the rings of keys and values with the blocks of a tile, beginning at ``key``; return the slot and phase
+    after them.
     """
     size: gl.constexpr = k.dtype.primitive_bitwidth // 8
     for _ in range(blocks):

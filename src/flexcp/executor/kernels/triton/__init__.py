@@ -1,1 +1,1 @@
-"""Attention in Triton."""
+"""Attention kernels in Triton."""

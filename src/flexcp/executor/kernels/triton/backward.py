@@ -1,17 +1,17 @@
-"""The backward Triton kernels: one for dk and dv, one for dq.
+"""The backward Triton kernels: one for dk and dv, and one for dq.
 
-``keys_kernel``: one program per tile of keys and KV head walks the queries that see it and adds to its own dk and dv,
-summed over the query heads of the KV head. ``queries_kernel``: one program per tile of packed query rows, as in the
-forward, adds to its own dq (or writes it: ``FRESH``). Together seven matrix products a block where a fused kernel does
-five; fused, with dq added by atomics, was slower on an H200 (docs/kernels.md).
+``keys_kernel`` has one program per tile of keys and KV head. It walks the queries that see these keys and adds to their
+dk and dv, summed over the query heads of the KV head. ``queries_kernel`` has one program per tile of packed query rows,
+as in the forward, and adds to their dq (or writes it: ``FRESH``). Together they compute seven matrix products per
+block, and a fused kernel five; but a fused kernel that adds dq by atomics was slower on an H200 (docs/kernels.md).
 
-A dq has one owner, and so have dk and dv of a list without split tiles: their sums have one order, and results are
-bitwise the same. Of a list with split tiles (``SPLIT``) the parts are several programs, which add to dk and dv in any
-order.
+Only one program adds to a row of dq, and, if tiles are not split, to a row of dk and dv. Their sums then have a fixed
+order, and results are bitwise the same in every run. If tiles are split (``SPLIT``), several programs add to dk and dv,
+in any order.
 
-``pack_kernel`` lays the statistics out as blocks of queries read them (head chunk, row, head of the chunk), in the base
-of the logits, so that a block is one run of numbers. A query that is not there gets an LSE of +inf: its probabilities
-are zero without a mask.
+``pack_kernel`` copies the statistics to the order in which blocks of queries read them (head chunk, row, head of the
+chunk), in the base of the logits, so that those of a block are adjacent. Missing queries get an LSE of +inf, which
+makes their probabilities zero without a mask.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -114,9 +114,9 @@ def keys_kernel(
     UNIT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Take tile after tile of keys (``PERSISTENT``), or the one of this program.
+    """Compute tiles of keys one after the other (``PERSISTENT``), or one tile per program.
 
-    In one piece: nothing but names, a line each, that are handed on in one of two places.
+    In one piece: its lines are the names of arguments, which are passed on in one of two places.
     """
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
@@ -259,10 +259,10 @@ def _keys_tile(
     UNIT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One tile: dk and dv of a block of keys, over all queries of its entries.
+    """Compute one tile: dk and dv of its keys, over all queries of its entries.
 
-    In one piece: both loops over queries, of full blocks and of those at an edge, carry the two sums, and hand what the
-    lines above them make to ``_keys_block``, a line for each name.
+    In one piece: both loops over queries, of clear blocks and of edge blocks, carry the two sums, and pass what the
+    lines above them make to ``_keys_block``, with a line for each name.
     """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is a KV head
     key0, key1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -426,13 +426,13 @@ def _keys_block(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dk and dv with the queries from ``query`` on added."""
+    """Return dk and dv with one block of queries added, which begins at ``query``."""
     whole: tl.constexpr = (not EDGE) and (BLOCK_M % PACK == 0)
     live = (query + row < end) & (row < BLOCK_M // PACK)
     d_live, e_live = live[:, None] & (d < D)[None, :], live[:, None] & (e < V)[None, :]
     queries_MD = _packed(q, query, head0, sq0, sq1, row, head, d, d_live, BLOCK_M, BLOCK_D, whole and BLOCK_D == D, TMA)
     do_MV = _packed(do, query, head0, so0, so1, row, head, e, e_live, BLOCK_M, BLOCK_V, whole and BLOCK_V == V, TMA)
-    if EDGE and TMA:  # what lies beyond the last query may be anything
+    if EDGE and TMA:  # memory beyond the last query may hold anything
         queries_MD = tl.where(live[:, None], queries_MD, 0.0)
         do_MV = tl.where(live[:, None], do_MV, 0.0)
     skip = query * tl.full([], PACK, tl.int64)
@@ -477,8 +477,8 @@ def _packed(
     WHOLE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A block of packed rows and heads: through a tensor descriptor (whatever is there),
-    or by pointers (0 where not live).
+    """Load a block of packed rows and heads: by a tensor descriptor, which ignores ``live``, or by pointers, with 0
+    where ``live`` is false.
     """
     if TMA:
         block = x.load([row0, head0, 0]).reshape(BLOCK_M, BLOCK_D)
@@ -535,9 +535,9 @@ def queries_kernel(
     UNIT: tl.constexpr,
     FRESH: tl.constexpr,
 ):
-    """Take tile after tile of queries (``PERSISTENT``), or the one of this program.
+    """Compute tiles of queries one after the other (``PERSISTENT``), or one tile per program.
 
-    In one piece: nothing but names, a line each, that are handed on in one of two places.
+    In one piece: its lines are the names of arguments, which are passed on in one of two places.
     """
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
@@ -680,10 +680,10 @@ def _queries_tile(
     UNIT: tl.constexpr,
     FRESH: tl.constexpr,
 ):
-    """One tile: dq of a block of rows of PACK query heads, over all keys of its entries.
+    """Compute one tile: dq of rows of PACK query heads, over all keys of its entries.
 
-    In one piece: both loops over keys, of full blocks and of those at an edge, carry the sum, and hand what the lines
-    above them make to ``_queries_block``, a line for each name.
+    In one piece: both loops over keys, of clear blocks and of edge blocks, carry the sum, and pass what the lines above
+    them make to ``_queries_block``, with a line for each name.
     """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -833,12 +833,12 @@ def _queries_block(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dq with the keys from ``key`` on added."""
+    """Return dq with one block of keys added, which begins at ``key``."""
     within = (key + n < end)[:, None]
     d_live, e_live = within & (d < D)[None, :], within & (e < V)[None, :]
     keys_ND = load_block(k, key, kv_head, sk0, sk1, n, d, d_live, BLOCK_N, BLOCK_D, (not EDGE) and BLOCK_D == D, TMA)
     values_NV = load_block(v, key, kv_head, sv0, sv1, n, e, e_live, BLOCK_N, BLOCK_V, (not EDGE) and BLOCK_V == V, TMA)
-    if EDGE and TMA:  # what lies beyond the last key may be anything
+    if EDGE and TMA:  # memory beyond the last key may hold anything
         keys_ND = tl.where(within, keys_ND, 0.0)
         values_NV = tl.where(within, values_NV, 0.0)
     s_MN = tl.dot(q_MD, tl.trans(keys_ND), input_precision=PRECISION)

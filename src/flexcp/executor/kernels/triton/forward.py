@@ -1,20 +1,19 @@
-"""The forward Triton kernel: one program per tile and KV head (or a share of its query heads).
+"""The forward Triton kernel: one program per tile and KV head (or some of its query heads).
 
-The query heads of a KV head are packed into the rows of a tile: index m of ``BLOCK_M`` is row ``m // PACK`` and head
-``m % PACK``, so a short diagonal costs less and keys are read once for all heads. A program starts its online softmax
-from the running output and LSE (maximum = LSE, sum = 1) or from nothing (``FRESH``), walks the tile's entries, and
-stores both back.
+``PACK`` query heads of a KV head are packed into the rows of a tile: index m of ``BLOCK_M`` is row ``m // PACK`` and
+head ``m % PACK``. So less of a diagonal is wasted, and keys are read once for all these heads. A program starts its
+online softmax from the running output and LSE (maximum = LSE, sum = 1) or from nothing (``FRESH``), walks the tile's
+entries, and stores both back.
 
-Logits are kept in base 2, or base e where full precision counts (rounding of the factor between them would fall on
-every logit). The clear blocks of an entry take the short way; edge blocks mask, and read no key beyond the entry's last
-(what lies there may belong to nobody and hold anything).
+Logits are in base 2, or in base e for float32, because the rounded factor between them would change every logit. Clear
+blocks of an entry need no mask. Edge blocks are masked, and no key beyond the entry's last is used, because memory
+there may hold anything.
 
-A block is as wide as the next power of two from the head size on (``BLOCK_D``, ``BLOCK_V``). Its columns beyond the
-head are read as zeros, by masks or by the bounds of the tensor descriptor, and never written. Of a head size that is a
-power of two there are none.
+A block is as wide as the next power of two of the head size (``BLOCK_D``, ``BLOCK_V``). Columns beyond the head size
+are read as zeros, by masks or by the bounds of the tensor descriptor, and are never written.
 
-Integer arguments are never specialised: no batch compiles anything new. What is constant is the model's (dtype, head
-sizes, heads per KV head, softcap or not).
+Integer arguments are never specialised, so no batch makes the kernel compile again. Only properties of the model are
+constants (dtype, head sizes, heads per KV head, softcap or not).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -87,9 +86,9 @@ def forward_kernel(
     TMA: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Take tile after tile (``PERSISTENT``), or the one of this program.
+    """Compute tiles one after the other (``PERSISTENT``), or one tile per program.
 
-    In one piece: nothing but names, a line each, that are handed on in one of two places.
+    In one piece: its lines are the names of arguments, which are passed on in one of two places.
     """
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
@@ -214,16 +213,15 @@ def _tile(
     TMA: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One tile: a block of rows of PACK query heads against all keys of its entries.
+    """Compute one tile: rows of PACK query heads with all keys of its entries.
 
-    In one piece: both loops over keys, of full blocks and of those at an edge, carry maxima, sums and accumulators, and
-    take most of the pointers and masks that the lines above them make.
+    In one piece: both loops over keys, of clear blocks and of edge blocks, carry maxima, sums and accumulators, and use
+    most of the pointers and masks that the lines above them make.
     """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
-    # Strides come in units of 16 or 8 elements, so that the compiler knows rows to be aligned without specialising on
-    # any.
+    # Strides are in units of 16 or 8 elements, so that the compiler knows that rows are aligned without specialising.
     sq0, sq1, sk0, sk1 = sq0 * UNIT, sq1 * UNIT, sk0 * UNIT, sk1 * UNIT
     sv0, sv1, so0, so1 = sv0 * UNIT, sv1 * UNIT, so0 * UNIT, so1 * UNIT
 
@@ -250,7 +248,7 @@ def _tile(
         )
         sum_M = tl.where(top_M == float("-inf"), 0.0, 1.0)
         out_MV = out + (row * so0 + head * so1)[:, None] + e[None, :]
-        # Rows that have seen no key are zero: a first stage need not read them.
+        # Rows that have seen no key are zero, so they are not read.
         old = live & (top_M > float("-inf"))
         acc_MV = tl.load(out_MV, mask=old[:, None] & e_live, other=0.0).to(tl.float32)
 
@@ -300,10 +298,11 @@ def _tile(
 
 @triton.jit
 def whose(program, n_tiles, groups, chunk):
-    """Tile and group of heads of a program: ``chunk`` tiles of each group in turn, then the next ``chunk``.
+    """Return the tile and the group of heads of a program; each group takes ``chunk`` tiles before the next group's
+    turn.
 
-    Programs that run together should read the same keys (large chunks), and long tiles of the last group should not
-    come late (small).
+    With large chunks, programs that run at the same time read the same keys; with small ones, long tiles of the last
+    group do not start late.
     """
     first = program // (chunk * groups) * chunk
     within = program - first * groups
@@ -315,8 +314,8 @@ def whose(program, n_tiles, groups, chunk):
 def load_block(
     x, row, head, s0, s1, n, d, live, N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr
 ):
-    """Rows from ``row`` on of one head: through a tensor descriptor (whatever is there),
-    or by pointers (0 where not live).
+    """Load ``N`` rows of one head from row ``row`` on: by a tensor descriptor, which ignores ``live``, or by pointers,
+    with 0 where ``live`` is false.
     """
     if TMA:
         block = x.load([row, head, 0]).reshape(N, BLOCK_D)
@@ -328,7 +327,9 @@ def load_block(
 
 @triton.jit
 def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Logits as (s, unit), meaning ``s * unit``: the product rides on the exponent's subtraction."""
+    """Return logits as (s, unit), meaning ``s * unit``: the compiler fuses this product with the subtraction in the
+    exponent.
+    """
     if SOFTCAP:
         return tanh(s_MN * scale), softcap * base_of(PRECISION)
     return s_MN, scale
@@ -336,9 +337,8 @@ def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def added(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a b. In full precision a block's product is summed by itself first, so that chains of roundings stay short.
-
-    It is a difference because Triton would merge a sum back into one chain.
+    """Return ``acc + a @ b``. In float32 the product of a block is summed by itself first, so that chains of roundings
+    stay short. It is written as a difference, because Triton would merge a sum into one chain again.
     """
     exact: tl.constexpr = PRECISION == "ieee"
     return acc - tl.dot(-a, b, input_precision="ieee") if exact else tl.dot(a, b, acc, input_precision=PRECISION)
@@ -346,19 +346,19 @@ def added(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def power(x, PRECISION: tl.constexpr):
-    """The base of the logits to the power of x."""
+    """Return the base of the logits (e for float32, else 2) to the power of ``x``."""
     return tl.exp(x) if PRECISION == "ieee" else tl.exp2(x)
 
 
 @triton.jit
 def base_of(PRECISION: tl.constexpr):
-    """What natural logits are multiplied with."""
+    """Return the factor from natural logits to those of the kernel."""
     return 1.0 if PRECISION == "ieee" else LOG2E
 
 
 @triton.jit
 def tanh(x):
-    """tanh to float32 precision: a series near 0, where the closed form cancels."""
+    """Return tanh(x) to float32 precision; near 0, where the closed form cancels, by a series."""
     y = tl.minimum(tl.abs(x), 20.0)
     far = 1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 * LOG2E)))
     far = tl.where(x < 0, -far, far)

@@ -1,9 +1,9 @@
-"""The Triton kernel: any slices, on any NVIDIA GPU from Ampere (sm80) on, and on the CPU through Triton's interpreter.
+"""The Triton kernel: attention on any NVIDIA GPU from Ampere (sm80) on, and on the CPU by Triton's interpreter.
 
 ``prepare`` makes a work list once for all layers of a step: tiles of rows for the forward and for dq, tiles of keys for
-dk and dv. Each is made when it is first needed. ``forward`` and ``backward`` only launch. Long tiles of keys are split
-among programs that add to dk and dv in any order, except with ``settings.deterministic``: then gradients are bitwise
-the same in every run.
+dk and dv, each when it is first needed. ``forward`` and ``backward`` only launch kernels. Long tiles of keys are split
+among programs, which add to dk and dv in any order; with ``settings.deterministic`` they are not split, and gradients
+are bitwise the same in every run.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from flexcp.executor.kernels.triton.forward import forward_kernel
 
 FRESH = True
 LARGEST_HEAD, HEAD_STEP = 256, 8
-"""Head sizes are the multiples of the second up to the first."""
+"""Head sizes are multiples of ``HEAD_STEP`` up to ``LARGEST_HEAD``."""
 NARROWEST = 16
-"""Columns that a matrix product needs at least."""
+"""The fewest columns of a matrix product."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PACK_BLOCK = 1024
 RESIDENT = 2
-"""Programs that a multiprocessor holds at a time."""
+"""Programs that run at a time on one multiprocessor."""
 PARTS, SHORTEST_PART = 6, 16
-"""dk and dv: split tiles of keys until each of these gets about so many, but none into parts of fewer blocks."""
+"""For dk and dv: about how many parts of tiles each running program gets, and the fewest blocks of a part."""
 CHUNK, UNEVEN = 32, 0.07
-"""Tiles that the groups of heads take in turn, and from which share of a program's work
-on the longest tile counts as long.
+"""How many tiles a group of heads takes per turn, if tiles are uneven; and the share of a program's work above which
+the longest tile makes them uneven.
 """
 ALIGNMENT, UNIT = 16, 16
-"""Bytes that the first element of an input lies at a multiple of, and elements that strides are told in (8 for head
+"""Inputs begin at a multiple of ``ALIGNMENT`` bytes, and their strides are multiples of ``UNIT`` elements (8 for head
 sizes that are no multiple of 16). Other inputs are copied.
 """
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of one kernel: packed queries and keys of a block, warps, pipeline depth (and of edge blocks)."""
+    """Sizes of one kernel: packed queries (``m``) and keys (``n``) of a block, warps, and the depth of the pipelines of
+    clear and of edge blocks.
+    """
 
     m: int
     n: int
@@ -55,10 +57,10 @@ class Blocks:
     stages: int
     edge_stages: int = 1
     tma: bool = False
-    """Move blocks by tensor descriptors (the copy engine of Hopper and later)."""
+    """Whether blocks are loaded by tensor descriptors (the copy engine of Hopper and later GPUs)."""
 
     def pack(self, share: int) -> int:
-        """How many of the ``share`` query heads of a KV head go into one block: the most that divide them."""
+        """Return how many of the ``share`` query heads of a KV head are in one block: the largest divisor that fits."""
         fit = [p for p in range(1, min(share, self.m) + 1) if share % p == 0]
         # The boxes of a tensor descriptor must fill a block exactly.
         return max(p for p in fit if not self.tma or self.m % p == 0)
@@ -66,7 +68,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile list on its device."""
+    """A tile list on the host (``counts``), and its tables on the device."""
 
     counts: TileList
     tiles: Tensor
@@ -74,6 +76,7 @@ class Tiles:
 
     @staticmethod
     def on_device(made: TileList, device: torch.device) -> Tiles:
+        """Upload a tile list."""
         tables = (torch.from_numpy(x.reshape(-1)) for x in (made.tiles, made.entries))
         if device.type == "cuda":
             return Tiles(made, *(t.pin_memory().to(device, non_blocking=True) for t in tables))
@@ -84,7 +87,9 @@ class Tiles:
 
 
 class WorkList:
-    """The slices of a call as tiles, for the given heads. Forward and backward parts are made when first asked for."""
+    """The slices of a call as tiles, for the given heads. The tiles of each kernel are made when they are first
+    needed.
+    """
 
     def __init__(self, slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device):
         self.slices, self.heads, self.kv_heads, self.device = slices, heads, kv_heads, numbered(device)
@@ -94,12 +99,14 @@ class WorkList:
 
     @cached_property
     def copy_engine(self) -> bool:
-        """Whether the device moves blocks by tensor descriptors (Hopper, data-centre Blackwell)."""
+        """Whether the device can load blocks by tensor descriptors (Hopper, data-centre Blackwell)."""
         return self.device.type == "cuda" and (9, 0) <= torch.cuda.get_device_capability(self.device) < (12, 0)
 
     @cached_property
     def residents(self) -> int:
-        """Programs that run at a time; on a CPU (the interpreter) a few, so that short lists are split too."""
+        """How many programs run at a time; a small number on a CPU (the interpreter), so that tests split short lists
+        too.
+        """
         return RESIDENT * (multiprocessors(self.device) if self.device.type == "cuda" else 2)
 
     @cached_property
@@ -107,18 +114,19 @@ class WorkList:
         return {}
 
     def rows(self, blocks: Blocks) -> Tiles:
-        """Tiles of packed query rows for blocks of that size."""
+        """Return tiles of packed query rows, for blocks of these sizes."""
         return self._tiles("rows", blocks.m // blocks.pack(self.share), blocks.n)
 
     def keys(self, blocks: Blocks) -> Tiles:
-        """Tiles of keys against packed query rows."""
+        """Return tiles of keys with blocks of packed query rows."""
         return self._tiles("keys", blocks.n, blocks.m // blocks.pack(self.share))
 
     def split_keys(self, blocks: Blocks) -> Tiles:
-        """:meth:`keys` with long tiles cut into several, for balance."""
+        """Return tiles of keys like :meth:`keys`, with long ones split for balance."""
         return self._tiles("split", blocks.n, blocks.m // blocks.pack(self.share))
 
     def _tiles(self, side: str, height: int, block: int) -> Tiles:
+        """Return the tiles of one side ("rows", "keys" or "split"), made on first use."""
         key = (side, height, block)
         if key not in self._made:
             if side == "rows":
@@ -133,7 +141,7 @@ class WorkList:
 
 
 def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> WorkList:
-    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -143,7 +151,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    """Return why this kernel cannot run tensors like these, naming what it can run; None if it can."""
     for size in (head_dim, v_head_dim):
         if not 0 < size <= LARGEST_HEAD or size % HEAD_STEP:
             pad = "Pad the heads with zeros to the next of these, or use" if size < LARGEST_HEAD else "Use"
@@ -183,7 +191,7 @@ def launch_forward(
     lse_TH: Tensor,
     blocks: Blocks,
 ) -> None:
-    """:func:`forward` with blocks of the given sizes."""
+    """Run :func:`forward` with blocks of the given sizes."""
     tiles = work.rows(blocks)
     if not len(tiles):
         return
@@ -249,7 +257,7 @@ def launch_backward(
     keys: Blocks,
     queries: Blocks,
 ) -> None:
-    """:func:`backward` with blocks of the given sizes for dk and dv, and for dq."""
+    """Run :func:`backward` with blocks of the given sizes for dk and dv (``keys``) and for dq (``queries``)."""
     if not len(work.rows(queries)):
         return
     q, k, v, do = (aligned(x, work.unit) for x in (q_THD, k_TGD, v_TGV, do_THV))
@@ -272,6 +280,7 @@ def _launch_keys(
     dv: Tensor,
     blocks: Blocks,
 ) -> None:
+    """Launch the kernel of dk and dv."""
     if settings.deterministic:
         tiles = work.keys(blocks)
         order = _order(tiles, work.kv_heads, work)
@@ -317,6 +326,7 @@ def _launch_queries(
     dq: Tensor,
     blocks: Blocks,
 ) -> None:
+    """Launch the kernel of dq."""
     tiles, pack = work.rows(blocks), blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
@@ -343,9 +353,10 @@ def _launch_queries(
 
 
 def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) -> Tensor:
-    """LSE times ``base`` and delta as ``[2, heads / pack, rows, pack]``, flat: a block of packed queries is one run.
+    """Return LSE times ``base``, and delta, as a flat tensor in the order ``[2, heads / pack, rows, pack]``, in which
+    the numbers of a block of packed queries are adjacent.
 
-    A little longer than that, since a block may reach past the last row.
+    The tensor is a little longer than that, because a block may reach past the last row.
     """
     rows, heads = lse_TH.shape
     packed = torch.empty(2 * rows * heads + PACK_BLOCK, dtype=torch.float32, device=lse_TH.device)
@@ -356,13 +367,13 @@ def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) ->
 
 
 def _float32_blocks(work: WorkList) -> Blocks:
-    """Sizes of every kernel in float32."""
+    """Return the block sizes of every kernel in float32."""
     return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
 
 
 def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md)
-    and what fits other chips' shared memory.
+    """Return the block sizes of the forward kernel: those that were fastest on an H200 (docs/kernels.md), or that fit
+    the shared memory of other GPUs.
     """
     if dtype == torch.float32:
         return _float32_blocks(work)
@@ -372,7 +383,7 @@ def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 
 
 def keys_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Sizes of the dk and dv kernel."""
+    """Return the block sizes of the kernel of dk and dv."""
     if dtype == torch.float32:
         return _float32_blocks(work)
     if work.copy_engine:
@@ -381,7 +392,7 @@ def keys_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 
 
 def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Sizes of the dq kernel."""
+    """Return the block sizes of the kernel of dq."""
     if dtype == torch.float32:
         return _float32_blocks(work)
     if work.copy_engine:
@@ -390,8 +401,8 @@ def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
-    """Pairs that attend over pairs that the tiles compute: what tiles alone allow.
-    For bfloat16 heads of up to 128 on Hopper.
+    """Return which fraction of the pairs that the tiles compute attend: an upper bound of the kernel's efficiency. It
+    holds for bfloat16 heads of up to 128 on Hopper.
     """
     forward, back = Blocks(128, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2, tma=True)
     if not backward:
@@ -404,24 +415,25 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
 
 
 def tiles_in_turn(made: TileList, groups: int, residents: int) -> int:
-    """How many tiles a group of heads takes before the next group's turn, with so many programs at a time.
+    """Return how many tiles a group of heads takes before the next group's turn, if ``residents`` programs run at a
+    time.
 
-    Programs that run together should read the same keys, so a group's tiles come one after the other: all of them where
-    they are even (on an H200, full 16,384, the forward ran at 457 TFLOP/s so, and at 447 in turns of 32). But then the
-    last group's long tiles start late, and a launch ends waiting for them. Where the longest tile is a good part of
-    what one program gets, groups take turns.
+    Programs that run at the same time should read the same keys. So if tiles are even, a group takes all of them in one
+    turn (on an H200 with a full mask and 16,384 tokens the forward ran at 457 TFLOP/s that way, and at 447 in turns of
+    32). But then long tiles of the last group start late, and the launch waits for them at its end. So if the longest
+    tile is a large share of one program's work, groups take turns of ``CHUNK`` tiles.
     """
     uneven = made.longest > UNEVEN * made.blocks * groups / residents
     return CHUNK if uneven else len(made.tiles)
 
 
 def _order(tiles: Tiles, groups: int, work: WorkList) -> tuple[int, int, int]:
-    """Tiles, groups of heads, and how many tiles the groups take in turn."""
+    """Return the number of tiles, the number of groups of heads, and how many tiles a group takes per turn."""
     return len(tiles), groups, tiles_in_turn(tiles.counts, groups, work.residents)
 
 
 def numbered(device: torch.device) -> torch.device:
-    """The device as tensors name it: ``cuda`` without a number is the current one."""
+    """Return the device with its number, as tensors name it: ``cuda`` is the current CUDA device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -429,18 +441,19 @@ def numbered(device: torch.device) -> torch.device:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has."""
+    """Return the number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _grid(programs: int, margin: int, device: torch.device) -> tuple[int]:
-    """One block a program; with an SM margin, one per SM that is left."""
+    """Return the grid of a launch: one GPU program per item, or with an SM margin one per remaining multiprocessor."""
     if margin <= 0 or device.type != "cuda":
         return (programs,)
     return (min(programs, max(1, multiprocessors(device) - margin)),)
 
 
 def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dict[str, Any]:
+    """Return the constants and launch options that all kernels share."""
     return {
         "D": work.head_dim,
         "V": work.v_head_dim,
@@ -459,26 +472,26 @@ def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dic
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """The tensor for blocks of ``rows`` rows and ``heads`` heads.
-    What a block has beyond the head's columns is read as zeros.
+    """Return the tensor descriptor for blocks of ``rows`` rows and ``heads`` heads; columns of a block beyond the head
+    size are read as zeros.
     """
     block = [rows, heads, columns(x_THD.shape[2])]
     return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), block)
 
 
 def columns(size: int) -> int:
-    """How wide a block of heads of that size is: Triton's blocks are powers of two."""
+    """Return the width of a block for a head size: the next power of two, as Triton needs."""
     return max(NARROWEST, int(triton.next_power_of_2(size)))
 
 
 def base_of(dtype: torch.dtype) -> float:
-    """What the kernels multiply natural logits with: log2(e), or 1 where full precision counts."""
+    """Return the factor from natural logits to those of the kernels: log2(e), or 1 for float32 (no rounding)."""
     return 1.0 if dtype == torch.float32 else math.log2(math.e)
 
 
 def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
-    """What the kernels multiply q.k with, and the softcap: logits in their base,
-    or the argument of the softcap's tanh.
+    """Return the factor of q.k, and the softcap (0 for none). Without a softcap the product is a logit in the kernels'
+    base; with one it is the argument of tanh.
     """
     if not settings.scale > 0:
         raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
@@ -488,19 +501,19 @@ def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def strides(*tensors: Tensor, unit: int = UNIT) -> list[int]:
-    """Strides of rows and heads: in units of so many elements,
-    except of the one number per row and head of statistics.
+    """Return the strides of rows and heads of each tensor: in units of ``unit`` elements for 3-D tensors, in elements
+    for 2-D ones (statistics).
     """
     return [s if t.dim() == 2 else s // unit for t in tensors for s in t.stride()[:2]]
 
 
 def aligned(x: Tensor, unit: int = UNIT) -> Tensor:
-    """The tensor itself where the kernel's 16-byte loads fit it, else a copy."""
+    """Return the tensor itself if the kernel's 16-byte loads can read it, else a contiguous copy."""
     return x if _fits(x, unit) and x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.contiguous()
 
 
 def _fits(x: Tensor, unit: int) -> bool:
-    """Whether strides can be told in units of so many elements."""
+    """Return whether the strides are multiples of ``unit`` elements and columns are adjacent."""
     apart = (stride % unit == 0 for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1)
     return x.stride(2) == 1 and all(apart)
 
@@ -508,6 +521,7 @@ def _fits(x: Tensor, unit: int) -> bool:
 def check(
     work: WorkList, supports: Callable[..., str | None], q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 ) -> None:
+    """Raise if tensors do not fit the work list: another device, strides, dtypes, heads or head sizes."""
     for x in (q, k, v, *others):
         if x.device != work.device:
             raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")

@@ -1,0 +1,120 @@
+"""Trust, page: the tables of docs/trust.md from the files that ``benchmarks/trust_gpu.py`` wrote, between two comments
+that are kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lib.trust_ranks import Row
+
+PAGE = Path(__file__).parents[2] / "docs/trust.md"
+BEGIN, END = "<!-- on a GPU -->\n", "<!-- end of on a GPU -->\n"
+TITLES = {
+    "memory": "Memory of a layer: `plan.memory(rank).total` beside the allocator's peak. Outside the allocator NCCL "
+    "takes, over all ranks together, a communicator and buffers of its peers.",
+    "telemetry": "Telemetry: milliseconds of a layer, forward and backward, without and with it, in turns.",
+    "soak": "Soak: what a rank holds once it has settled / at the end.",
+    "nccl": "What was only written for NCCL.",
+    "numbers": "Numbers: the largest error against float64, of flexcp's kernel and of torch's own attention on one "
+    "device.",
+}
+
+
+def write_page(runs: list[dict[str, Any]], machine: str) -> None:
+    """Of several runs the last one that has a part counts."""
+    PAGE.write_text(with_tables(PAGE.read_text(), tables(runs, machine)))
+
+
+def with_tables(page: str, made: str) -> str:
+    """The page with these tables in their place."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page has no {BEGIN.strip()} ... {END.strip()}")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def tables(runs: list[dict[str, Any]], machine: str) -> str:
+    """A table for each part that was run."""
+    parts = {name: part for run in runs for name, part in run["parts"].items()}
+    lines = [f"**Measured** on {machine}, by `python benchmarks/trust_gpu.py`; ranks share the one GPU."]
+    for name, title in TITLES.items():
+        if name in parts:
+            lines += ["", title, "", *_table(name, parts[name]["rows"])]
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, rows: list[Row]) -> list[str]:
+    cells = [_CELLS[name](row) | {"": _verdict(row)} for row in rows]
+    names = max(cells, key=len, default={})
+    head = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    return head + [f"| {' | '.join(str(cell.get(column, '')) for column in names)} |" for cell in cells]
+
+
+def _verdict(row: Row) -> str:
+    words = {True: "as it should be", False: "**not**", None: ""}[row.get("ok")]
+    why = str(row.get("why") or "").replace("|", "/").replace("\n", " ")
+    return f"{words}: {why[-200:]}" if why else words
+
+
+def _memory(row: Row) -> dict[str, str]:
+    found = {"case": row["what"], "ranks": str(row.get("ranks", ""))}
+    if "cap" in row:
+        what = f"{row['batches']} changing batches, at most {_mb(row['largest predicted'])} MB of {_mb(row['cap'])}"
+        return found | {"case": what}
+    if "predicted" not in row:
+        return found
+    off = "" if row["off"] is None else f"{100 * row['off']:+.1f} %"
+    return found | {
+        "tokens a rank": f"{row['tokens']:,}",
+        "kernel": row["kernel"],
+        "predicted MB": _mb(row["predicted"]),
+        "peak MB": _mb(row["peak"]),
+        "off": off,
+        "tables MB, predicted": f"{_mb(row['tables'])}, {_mb(row['tables predicted'])}",
+        "communicators, peers MB": f"{_mb(row['communicators'])}, {_mb(row['peer buffers'])}",
+    }
+
+
+def _telemetry(row: Row) -> dict[str, str]:
+    found = {"batch": row["what"], "ranks": str(row.get("ranks", ""))}
+    if "ratio" not in row:
+        return found
+    return found | {
+        "layers": str(row["layers"]),
+        "without, with": f"{row['ms without']:.3f}, {row['ms with']:.3f}",
+        "cost": f"{100 * (row['ratio'] - 1):+.2f} %",
+        "stamps alone": f"{row['us of stamps']:.0f} us, {100 * row['share of stamps']:.2f} %",
+    }
+
+
+def _soak(row: Row) -> dict[str, str]:
+    found = {"rank": row["what"]}
+    if "before" not in row:
+        return found
+    a, b = row["before"], row["after"]
+    memory = {
+        f"{name} MB": f"{_mb(a[key])} / {_mb(b[key])}"
+        for name, key in (("resident", "resident"), ("allocated", "allocated"), ("reserved", "reserved"))
+    }
+    counts = {name: f"{a[name]} / {b[name]}" for name in ("threads", "files", "sockets", "shared")}
+    return found | {"steps": f"{row['settled']:,} / {row['steps']:,}"} | memory | counts
+
+
+def _nccl(row: Row) -> dict[str, str]:
+    return {"what": row["what"], "ranks": str(row.get("ranks", "")), "seen": str(row.get("seen", ""))}
+
+
+def _numbers(row: Row) -> dict[str, str]:
+    found = {"case": row["what"]}
+    errors = {name: f"{pair[0]:.1e}, {pair[1]:.1e}" for name, pair in row.get("errors", {}).items()}
+    return found | {"dtype": row.get("dtype", "")} | errors
+
+
+def _mb(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e6:,.1f}"
+
+
+_CELLS = {"memory": _memory, "telemetry": _telemetry, "soak": _soak, "nccl": _nccl, "numbers": _numbers}

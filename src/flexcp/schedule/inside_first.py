@@ -1,0 +1,103 @@
+"""Inside first: one stage of all that comes from the same node, then what crosses nodes, beside work that hides it.
+
+Transfers inside a node are fast and cost the work beside them much: it leaves many multiprocessors to them, or nearly
+stops. Such as only cross nodes are slow and cost little (:class:`flexcp.cost.Contention`). With both in every stage
+(:mod:`flexcp.schedule.stages`) all work pays the price of the first kind. Apart, as rings over nodes with heads split
+inside them have it, only the ends do:
+
+    slot 0        own work, first share    | queries and keys from the same node
+    slot 1        work on those            | keys from other nodes, first part
+    slot 2 .. n   work on the last part    | next part, gradients of the part before the last
+    slot n + 1    work on the last part    | gradients of the part before it
+    slot n + 2    own work, second share   | gradients of the last part and of the node, results of moved queries
+
+How many parts, and how much own work is held back, is what takes least time under contention over all ranks together.
+Where nothing crosses nodes this is a single stage. Not where everything does, keys are relayed, or queries cross nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import sums
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.plan.placement import Placement, Regions
+from flexcp.schedule.flows import Flows, Moves, exchange_ns
+from flexcp.schedule.routes import Needs
+from flexcp.schedule.stages import MOST_STAGES, PARTS, Peers, Stages
+from flexcp.schedule.thin_ends import contention_table
+from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, homes_of
+from flexcp.shape import Shape
+
+Ints = NDArray[np.int64]
+
+
+class NodeWork(NamedTuple):
+    """Of each rank's work on keys that come to it: the share on keys of its node, in ``PARTS``,
+    and one more pass over what reads keys of other nodes.
+    """
+
+    near: Ints
+    again: Ints
+
+
+def node_work(
+    needs: Needs, placement: Placement, regions: Regions, cuts: Cuts, pairs: Pairs, cluster: Cluster, cost: CostModel
+) -> NodeWork | None:
+    """What the keys of nodes are worked on by; None where stages of this kind make no sense."""
+    keys, size = needs.keys.first, cluster.ranks_per_node
+    crossing = keys.owner // size != keys.rank // size
+    if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
+        return None
+    if crossing.all() and len(needs.q) == 0:
+        return None
+    if not crossing.any():
+        return NodeWork(np.full(cluster.ranks, PARTS), np.zeros(cluster.ranks, np.int64))
+    of_node = count_pairs(placement, regions, cuts, homes_of(placement, np.arange(cluster.ranks) // size)).own
+    heads = regions.h1 - regions.h0
+    here = pairs.own + (0 if pairs.at_keys is None else pairs.at_keys)
+    near, rest = (sums(regions.rank, (x - here) * heads, cluster.ranks) for x in (of_node, pairs.all))
+    reads = sums(keys.rank, crossing.astype(np.int64), cluster.ranks) > 0
+    tiles = cost.row_tiles_work(regions.q1 - regions.q0) * (pairs.all > of_node) * heads
+    found = near * PARTS // np.maximum(rest, 1)
+    return NodeWork(np.where(reads, found, PARTS), sums(regions.rank, tiles, cluster.ranks))
+
+
+def inside_first(
+    of_nodes: NodeWork,
+    work: Work,
+    moves: Moves,
+    peers: Peers,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    backward: bool,
+    rest_of_layer: Ints,
+) -> Stages:
+    """The best stages of this kind, with their time under contention."""
+    from flexcp.schedule.compiled_contention import inside_then_across
+
+    near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)
+    there, back = (_by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
+    rest, home = work.rest - work.at_keys, exchange_ns(moves.outputs, cluster, cost)
+    limits = np.array([PARTS, MOST_STAGES - 1], np.int64)
+    known = (rest_of_layer, contention_table(cost, backward), *peers)
+    found = inside_then_across(work.own, rest, near, again, work.at_keys, there, back, home, limits, *known)
+    count = int(found[1])
+    parts = np.maximum(np.arange(count + 2) - 1, 0)
+    borders = near[:, None] + (PARTS - near)[:, None] * parts // count
+    borders[:, 0] = 0
+    number = np.where(near < PARTS, count + 1, 1)
+    return Stages(number, found[2], found[2], borders, inside_first=True, contended_ns=int(found[0]))
+
+
+def _by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
+    """``[across, rank]``: how long flows take each rank, those inside nodes and those that cross them."""
+    size = cluster.ranks_per_node
+    across = flows.source // size != flows.target // size
+    ways = [Flows(*(column[way] for column in flows)) for way in (~across, across)]
+    return np.stack([exchange_ns(way, cluster, cost) for way in ways])
