@@ -349,9 +349,10 @@ def test_a_pass_that_breaks_off_says_why_and_leaves_a_note_unless_an_exchange_di
 
 
 def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's way with calls that are only written down: receives before sends, and memory is kept until the end."""
+    """NCCL's way with calls that are only written down: receives before sends, stamps before both, once for a peer."""
     posted: list[list[tuple[str, int, int]]] = []
     waited: list[int] = []
+    label = PassLabel(1, 1, 0, "", False, 2)
 
     def batch(operations: list[tuple[str, int, int]]) -> list[Any]:
         posted.append(operations)
@@ -359,35 +360,33 @@ def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_all(monkeyp
         return [SimpleNamespace(wait=lambda: waited.append(number)) for _ in operations]
 
     def operation(kind: Any, message: torch.Tensor, group: Any, group_peer: int) -> tuple[str, int, int]:
+        if message.dtype == torch.int64:
+            message.fill_(label.stamp)
+            return f"{kind.__name__} stamp", group_peer, message.numel()
         return kind.__name__, group_peer, message.numel()
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
     monkeypatch.setattr(dist, "P2POp", operation)
     sent = [0] * 3
-    both = Call(0, (MessageRange(1, 0, 3),), (MessageRange(2, 2, 9),))
-    calls = ((both, Call(0, (MessageRange(2, 0, 1),), ())), (both,))
-    exchange = DeviceExchange(
-        Wire(None, sent, timedelta(seconds=9), None, lambda reason: None), PassLabel(1, 1, 0, "", False, 2), calls
-    )
+    both = Call(0, receives=(MessageRange(1, 0, 3),), sends=(MessageRange(2, 2, 9),))
+    calls = ((both, Call(0, receives=(MessageRange(2, 0, 1),), sends=())), (both,))
+    exchange = DeviceExchange(Wire(None, sent, timedelta(seconds=9), None, lambda reason: None), label, calls)
     for stage in (0, 1):
         buffers = Buffers.alone([(1, 10), (2, 10)], torch.device("cpu"))
         exchange.post(stage, buffers, buffers)
-    way = {"receives": "irecv", "sends": "isend"}
-    first = [(way[name], part.peer, part.stop - part.start) for name in way for part in getattr(both, name)]
-    second = [(way[name], part.peer, part.stop - part.start) for name in way for part in getattr(calls[0][1], name)]
-    assert posted == [first, second, first]
-    assert sent == [
-        sum(2 * (r.stop - r.start) for r in both.sends if r.peer == p)
-        + sum(r.stop - r.start for r in calls[0][1].sends if r.peer == p)
-        for p in range(3)
+    assert posted == [
+        [("irecv stamp", 1, 1), ("isend stamp", 2, 1), ("irecv", 1, 3), ("isend", 2, 7)],
+        [("irecv stamp", 2, 1), ("irecv", 2, 1)],
+        [("irecv", 1, 3), ("isend", 2, 7)],
     ]
-    arrived = exchange.arrived(0)
-    assert arrived is not None and waited == [1, 1, 2]
-    assert exchange.arrived(0) is None and exchange.arrived(1) is buffers and waited == [1, 1, 2, 3, 3]
+    assert sent == [0, 0, 14]
+    everything = [1] * 4 + [2] * 2 + [3] * 2
+    assert exchange.arrived(0) is not None and waited == everything[:6]
+    assert exchange.arrived(0) is None and exchange.arrived(1) is buffers and waited == everything
     exchange.finish()
-    assert waited[5:] == [1, 1, 2, 3, 3]
+    assert waited == everything * 2
     exchange.finish()
-    assert len(waited) == 10
+    assert waited == everything * 2
 
 
 class Late:
