@@ -31,30 +31,33 @@ AREAS = {
         "planners",
         "token_runs microbatch static/static static/dealing groups/groups groups/rows blocks/blocks auto/auto",
         "planners/test_token_runs planners/test_microbatch planners/test_dealing test_planner planners/test_strategies "
-        "planners/test_auto planners/test_request fuzz/test_plans",
+        "planners/test_auto planners/test_request planners/groups/test_groups planners/blocks/test_blocks "
+        "fuzz/test_plans",
     ),
     "schedule": _area(
         "schedule",
         "work needs routes stages transfers",
-        "schedule/test_routes schedule/test_stages schedule/test_execution schedule/test_thin_ends test_planner "
-        "fuzz/test_plans",
+        "schedule/test_routes schedule/test_stages schedule/test_transfers schedule/test_execution "
+        "schedule/test_thin_ends schedule/test_predict simulator/test_slot_work test_planner fuzz/test_plans",
     ),
     "exchange": _area(
         "executor",
         "exchange/transports exchange/arena exchange/plan_agreement run/packing run/message_layout run/rank_program",
-        "executor/run/test_packing executor/run/test_rank_recipe executor/exchange/test_transports "
-        "executor/exchange/test_arena executor/test_edges",
+        "executor/run/test_in_memory executor/run/test_packing executor/run/test_rank_recipe "
+        "executor/run/test_one_machine executor/exchange/test_plan_agreement executor/exchange/test_transports "
+        "executor/exchange/test_arena plan/test_slots executor/test_edges",
     ),
     "merge": _area(
         "executor/kernels",
         "__init__ cpu",
-        "executor/kernels/test_kernels executor/test_edges",
+        "executor/kernels/test_kernels executor/run/test_in_memory executor/test_edges",
     ),
     "backward": _area(
         "executor",
         "kernels/sinks_and_delta run/executor run/one_device",
-        "executor/kernels/test_sinks_and_delta executor/run/test_one_device executor/run/test_finished_rows "
-        "executor/test_edges executor/test_attention",
+        "executor/kernels/test_sinks_and_delta executor/run/test_one_device executor/run/test_in_memory "
+        "executor/run/test_one_machine executor/run/test_open_dq executor/run/test_finished_rows executor/test_edges "
+        "executor/test_attention",
     ),
     "loader": _area(
         "data",
@@ -64,6 +67,7 @@ AREAS = {
     "report": _area(
         "report",
         "plan_data page markup plan_time timeline",
-        "report/test_page report/test_plan_time report/test_rounds_table report/test_training_table",
+        "report/test_page report/test_plan_time report/test_timeline report/test_markup report/test_rounds_table "
+        "report/test_training_table fuzz/test_report_check",
     ),
 }

@@ -4,8 +4,9 @@ Every worker has its own copy, so that the checkout itself is never changed. Tes
 in their own session with a time limit, and everything they started is stopped with them.
 
 First each test file runs once on the unchanged sources. A file that fails or is slow there is left out: it would tell
-nothing about a mutant, or take the time of many. The tests of a mutant are those of its area, first the files that name
-its module, the fastest first, until one fails.
+nothing about a mutant, or take the time of many; the log has the end of its output. The tests of a mutant are those of
+its area, first the files that name its module, the fastest first, until one fails; of the other files only as many are
+run as fit into ``TEST_SECONDS``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lib.mutant_areas import Area
 from lib.mutations import Mutant, mutants
@@ -35,6 +37,8 @@ LEFT_BEHIND = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".hypothesis", "bu
 they belong to sources that no mutant changes.
 """
 LOOK_SECONDS = 0.5
+TEST_SECONDS = 60.0
+"""What a mutant's tests take together, as the unchanged sources did; those that name its module are run in any case."""
 START_SECONDS = 30.0
 """Seconds that tests may take in addition to three times their time without the mutant."""
 
@@ -99,23 +103,34 @@ class Copies:
             self._free.put(copy)
 
 
-def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.Event) -> tuple[str, float]:
-    """Run tests and return "passed", "failed" or "too slow", and the seconds they took."""
+class Ran(NamedTuple):
+    """How tests ended: "passed", "failed" or "too slow", after how many seconds, and the last line they printed."""
+
+    how: str
+    seconds: float
+    last_line: str
+
+
+def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.Event) -> Ran:
+    """Run test files in a copy, until one fails or the time limit is reached."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     paths = os.pathsep.join((str(copy / "src"), str(copy / "benchmarks")))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     begin, quiet = time.monotonic(), subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, cwd=copy, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-    )
-    code = None
-    while code is None and time.monotonic() - begin < limit and not stop.is_set():
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(LOOK_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # includes everything that tests have started
-    process.wait()
-    return {None: "too slow", 0: "passed"}.get(code, "failed"), time.monotonic() - begin
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            command, cwd=copy, env=environment, stdin=quiet, stdout=said, stderr=said, start_new_session=True
+        )
+        code = None
+        while code is None and time.monotonic() - begin < limit and not stop.is_set():
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(LOOK_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what tests have started, too
+        process.wait()
+        said.seek(0)
+        last_line = next((line.strip() for line in reversed(said.readlines()) if line.strip()), "")
+    return Ran({None: "too slow", 0: "passed"}.get(code, "failed"), time.monotonic() - begin, last_line)
 
 
 def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str], None]) -> dict[str, float]:
@@ -127,8 +142,8 @@ def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str],
             for test in sorted(tests)
         }
         for run in as_completed(runs):
-            how, seconds = run.result()
-            left_out = "" if how == "passed" else f"; {how}, so it is left out"
+            how, seconds, last_line = run.result()
+            left_out = "" if how == "passed" else f"; {how}, so it is left out: {last_line}"
             say(f"unchanged: {runs[run]} in {seconds:.0f} s{left_out}")
             if how == "passed":
                 found[runs[run]] = round(seconds, 1)
@@ -136,7 +151,9 @@ def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str],
 
 
 def nearest_tests(root: Path, source: str, area: Area, seconds: dict[str, float]) -> tuple[str, ...]:
-    """Return the area's test files: first those that name the source's module, within each kind the fastest first."""
+    """Return the area's test files: first those that name the source's module, within each kind the fastest first;
+    of the others as many as there is time for.
+    """
     parts = Path(source).with_suffix("").parts[1:]
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -144,7 +161,11 @@ def nearest_tests(root: Path, source: str, area: Area, seconds: dict[str, float]
         named = Path(test).stem == f"test_{parts[-1]}" or module in (root / test).read_text()
         return not named, seconds[test]
 
-    return tuple(sorted((test for test in area.tests if test in seconds), key=order))
+    found: list[str] = []
+    for test in sorted((test for test in area.tests if test in seconds), key=order):
+        if not order(test)[0] or sum(seconds[other] for other in (*found, test)) <= TEST_SECONDS:
+            found.append(test)
+    return tuple(found)
 
 
 def drawn(root: Path, areas: dict[str, Area], count: int, seed: int) -> list[Place]:
@@ -180,7 +201,7 @@ def tried(place: Place, tests: tuple[str, ...], limit: float, copy: Path, stop: 
     original = path.read_text()
     path.write_text(place.mutant.source)
     try:
-        how, seconds = run_tests(copy, tests, limit, stop)
+        how, seconds, _ = run_tests(copy, tests, limit, stop)
     finally:
         path.write_text(original)
     words = {"passed": "survived", "failed": "killed", "too slow": "killed (too slow)"}

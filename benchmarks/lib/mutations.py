@@ -4,6 +4,11 @@ A mutant is one change in one place: another comparison, a constant off by one, 
 statement, two exchanged arguments. Changes are made in the syntax tree and written back as text of the changed lines,
 so that a survivor reads as a diff. Docstrings, messages, types, logging and declarations are not changed, because no
 test should depend on them.
+
+Two more kinds of places are not changed. The two arguments of a symmetric function (:data:`SYMMETRIC`) are not
+exchanged: the result is the same by the function's definition. Statements that ask whether a device is a GPU, and those
+that run only on one (inside ``if device.type == "cuda"``), are checked by ``benchmarks/gpu.py`` on a GPU machine; no
+test of this checkout runs them.
 """
 
 from __future__ import annotations
@@ -34,6 +39,17 @@ OPERATIONS: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
+SYMMETRIC = frozenset(
+    (
+        *("max", "min", "math.gcd", "math.lcm"),
+        *(f"np.{name}" for name in ("maximum", "minimum", "logaddexp", "gcd", "lcm", "array_equal")),
+        *(f"torch.{name}" for name in ("maximum", "minimum", "logaddexp", "equal")),
+    )
+)
+"""Functions of two arguments, as sources write them, that give the same for ``(a, b)`` and ``(b, a)``. With a further
+argument (``max(a, b, key=...)``) they are not among them.
+"""
+DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -110,8 +126,11 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
+        only_on_gpu = _only_on_gpu(function)
         for node in ast.walk(function):
             if node is function or not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            if id(node) in only_on_gpu or _devices_asked(node):
                 continue
             if isinstance(
                 node, ast.Raise | ast.Import | ast.ImportFrom | ast.Pass | ast.Assert | ast.Nonlocal | ast.Try
@@ -120,6 +139,19 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 continue  # a docstring
             yield node
+
+
+def _only_on_gpu(function: ast.FunctionDef) -> set[int]:
+    """The statements, by id, inside ``if device.type == "cuda"``, whatever else the condition asks."""
+    asking = [node for node in ast.walk(function) if isinstance(node, ast.If) and "cuda" in _devices_asked(node)]
+    return {id(inside) for node in asking for statement in node.body for inside in ast.walk(statement)}
+
+
+def _devices_asked(statement: ast.stmt) -> set[str]:
+    """Kinds of devices that the statement itself compares something with for equality."""
+    compared = [n for n in _own_nodes(statement) if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq)]
+    texts = {side.value for n in compared for side in n.comparators if isinstance(side, ast.Constant)}
+    return {name for name in DEVICES if name in texts}
 
 
 def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -150,7 +182,10 @@ def _candidates(statement: ast.stmt, kind: str) -> list[ast.AST]:
         return [
             n
             for n in nodes
-            if isinstance(n, ast.Call) and len(n.args) == 2 and not any(isinstance(a, ast.Starred) for a in n.args)
+            if isinstance(n, ast.Call)
+            and len(n.args) == 2
+            and not any(isinstance(a, ast.Starred) for a in n.args)
+            and (n.keywords or ast.unparse(n.func) not in SYMMETRIC)
         ]
     simple = isinstance(statement, ast.Expr | ast.AugAssign | ast.Continue | ast.Break)
     return [statement] if simple else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -53,9 +54,26 @@ def test_a_mutant_that_does_not_end_is_killed(tiny: Path, tmp_path: Path, monkey
 
 
 def test_equal_code_is_no_mutant() -> None:
-    """Exchanging equal arguments, or a constant that is folded away, changes nothing."""
-    assert [m.after for m in mutants("def f(a):\n    return max(a, a)\n", random.Random(0))] == []
-    assert [m.after for m in mutants("def f(a):\n    return max(a, 3 - 3)\n", random.Random(0))]
+    """Exchanging equal arguments changes nothing; a constant inside another may."""
+    assert [m.after for m in mutants("def f(a):\n    return g(a, a)\n", random.Random(0))] == []
+    assert [m.after for m in mutants("def f(a):\n    return g(a, 3 - 3)\n", random.Random(0))]
+
+
+def changes(body: str) -> list[str]:
+    return sorted(m.after for m in mutants(f"def f(a, b, device):\n{indent(body, '    ')}\n", random.Random(0)))
+
+
+def test_arguments_of_symmetric_functions_are_not_exchanged() -> None:
+    assert changes("return max(a, b)") == changes("return np.maximum(a, b)") == []
+    assert changes("return max(a, b, key=len)") == ["return max(b, a, key=len)"]
+    assert changes("np.maximum.at(a, b)") == ["np.maximum.at(b, a)", "pass"]
+    assert changes("return max(g(a, b), b)") == ["return max(g(b, a), b)"]
+
+
+def test_what_only_a_gpu_runs_is_left_to_a_gpu() -> None:
+    assert changes("if device.type == 'cuda' and a > 1:\n    a += 1") == []
+    assert changes("return a if device.type == 'cpu' else b + 1") == []
+    assert changes("if device.type == 'cuda':\n    a += 1\nelse:\n    a += b") == ["pass"]
 
 
 def test_every_area_has_sources_tests_and_mutants() -> None:
@@ -71,3 +89,6 @@ def test_the_nearest_tests_come_first() -> None:
     seconds = {"tests/masks/test_masks.py": 1.0, "tests/masks/test_tree.py": 9.0, "tests/masks/test_named.py": 2.0}
     ordered = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], seconds)
     assert ordered[0] == "tests/masks/test_tree.py" and set(ordered) == set(seconds)
+    slow = {**seconds, "tests/masks/test_tree.py": 59.5}
+    of_time = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], slow)
+    assert of_time == ("tests/masks/test_tree.py",), "others where there is time for them"

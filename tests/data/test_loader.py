@@ -231,6 +231,48 @@ def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
     assert total > 8
 
 
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_as_many_steps_are_ahead_as_asked_for_and_at_least_one(lookahead: int) -> None:
+    """Each is planned with the speeds of its own epoch and step."""
+    asked: list[tuple[int, int]] = []
+    with Loader(Numbered([30] * 8, known=True), planner(1), budget=60, workers=0, lookahead=lookahead) as loader:
+        at = loader.speeds.at
+
+        def note(epoch: int, step: int) -> Any:
+            asked.append((epoch, step))
+            return at(epoch, step)
+
+        loader.speeds.at = note  # type: ignore[method-assign]
+        for epoch in range(2):
+            for batch in loader:
+                steps = range(min(4, batch.number + 1 + max(1, lookahead)))
+                assert asked[4 * epoch :] == [(epoch, step) for step in steps]
+    assert len(asked) == 8
+
+
+def test_a_loader_that_is_closed_ends_its_planner_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    with Loader(Numbered([9], known=True), planner(1), budget=60, workers=0) as loader:
+        monkeypatch.setattr(loader.plans, "close", lambda: closed.append("plans"))
+    assert closed == ["plans"]
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        next(iter(loader))
+
+
+def test_a_document_without_tokens_is_named() -> None:
+    with pytest.raises(ValueError, match="document 1 has no tokens; drop it"):
+        local(Numbered([9, 9, 9]), lengths=[9, 0, 9])
+    with pytest.raises(ValueError, match="2 masks or spans for 3 samples"):
+        local(Numbered([9, 9, 9]), masks={"all": ([flexcp.causal()] * 2, 2)})
+
+
+def test_batches_come_on_the_device_that_is_asked_for() -> None:
+    for device in (None, "meta"):
+        [batch] = local(Numbered([9, 12], known=True), device=device)
+        tensors = (batch.tokens, batch.labels, batch.positions, batch.documents, *batch.fields.values())
+        assert {x.device.type for x in tensors} == {device or "cpu"}
+
+
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
@@ -277,8 +319,9 @@ def test_the_number_of_batches_is_known_with_the_lengths() -> None:
         for too_long in ("cut", "drop"):
             options: dict[str, Any] = {"drop_last": drop_last, "too_long": too_long, "max_length": 60, "shuffle": True}
             with Loader(Numbered(known=True), planner(1), budget=70, workers=0, **options) as loader:
+                batches = len(loader)  # begins the epoch, which orders the lengths
                 lengths = loader.source.fitted_lengths()  # type: ignore[union-attr]
-                assert len(loader) == count_batches(lengths, 70, drop_last)
+                assert batches == count_batches(lengths, 70, drop_last)
             found = local(Numbered(known=True), budget=70, **options)
             assert len(found) == len(loader)
     with (
@@ -390,6 +433,7 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
     [
         ({"shuffle": True}, "shuffle=True needs a map-style dataset"),
         ({"lengths": [1]}, "lengths= needs a map-style dataset"),
+        ({"masks": {"all": ([flexcp.causal()] * 3, 2)}}, "a mask for each document needs a map-style dataset"),
         ({"mask": flexcp.causal(), "mask_fn": len}, "give one of mask, masks, mask_fn and spans"),
         ({"too_long": "keep"}, "must be 'refuse', 'cut' or 'drop'"),
         ({"lookahead": -1}, "lookahead is a count"),

@@ -149,6 +149,28 @@ def test_all_of_a_small_plan_is_drawn() -> None:
         assert np.array_equal(forward, plan.bytes(mask=number))
 
 
+def test_slices_are_those_of_their_documents_with_bands_that_end() -> None:
+    planner = flexcp.Planner(4, 2, 64, cluster=flexcp.cluster("h100", 1, 2), strategy="dp")
+    masks = [flexcp.window(3, 0), flexcp.window(None, 2), flexcp.full(), flexcp.chunked(20)]
+    plan = planner([30, 40, 35, 40], masks)
+    names = ("document", "q0", "q1", "k0", "k1", "lo", "hi")
+    [mask] = data_of(plan)["masks"]  # type: ignore[misc]
+    assert list(zip(*(mask["slices"][name] for name in names), strict=True)) == [
+        (0, 0, 30, 0, 30, -3, 0),
+        (1, 0, 40, 0, 40, -39, 2),
+        (2, 0, 35, 0, 35, -34, 34),
+        (3, 0, 20, 0, 20, -19, 0),
+        (3, 20, 40, 20, 40, -19, 0),
+    ]
+
+
+def test_one_document_is_drawn_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("dp", 1, 2, [30, 50, 40])
+    for most, drawn in ((0, [1]), (1, [1]), (2, [1, 2]), (3, [0, 1, 2])):
+        monkeypatch.setattr("flexcp.report.plan_data.MOST_ROWS", most)
+        assert data_of(plan)["drawn"] == drawn
+
+
 def test_of_many_cuts_the_longest_documents_are_drawn() -> None:
     lengths = draw_lengths("web", 524_288, 1)
     plan = planned("zigzag", 8, 8, lengths)

@@ -1,13 +1,17 @@
-"""Proves the times of a plan on a page: perfect compute is of the same things as the time it is set beside."""
+"""Proves the times of a plan on a page: they are those of the simulation, part by part,
+and perfect compute is of the same things as the time it is set beside.
+"""
 
 from __future__ import annotations
+
+import numpy as np
 
 import flexcp
 from flexcp.models.find import find_model
 from flexcp.report.plan_time import PlanTime
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.step_parts import Training
-from flexcp.simulator.training import simulate
+from flexcp.simulator.training import StepTime, simulate
 
 PRESET = find_model("llama3-8b")
 
@@ -27,3 +31,34 @@ def test_perfect_compute_has_the_vocabulary_where_the_time_has_it() -> None:
     assert PlanTime.of_plan(plan, training).total_ns == step.total_ns > layers.total_ns
     attention = PlanTime.of_simulation(simulate(plan), None)
     assert attention.what == "attention" and attention.perfect_ns(plan) <= attention.total_ns < step.total_ns
+
+
+def test_a_steps_parts_are_its_attention_waits_and_everything_else() -> None:
+    """Sync counts to the other layers; a rank that is done waits for the slowest, whatever it waited for."""
+    parts = np.array([[40, 10, 0], [5, 0, 90], [30, 20, 0], [10, 3, 0]])
+    found = PlanTime.of_step(StepTime(90, 40, 5, 30, 10, parts), 7, "pass", "words")
+    assert found.attention_ns.tolist() == [40, 10, 0] and found.linear_ns.tolist() == [40, 23, 0]
+    assert found.exposed_ns.tolist() == [10, 57, 90] and found.rank_ns.tolist() == [90] * 3
+    assert (found.total_ns, found.what, found.says, found.head_flops, found.slowest) == (90, "pass", "words", 7, 0)
+    assert str(PlanTime(3_000_000, *(np.array([10**6]) for _ in range(3)))) == (
+        "3.000 ms on rank 0 (attention 1.000 + waiting 1.000 + the rest 1.000)"
+    )
+
+
+def test_the_slowest_rank_is_the_one_that_computes_longest_of_those_that_take_longest() -> None:
+    attention, waits, linear = np.array([9, 2, 1, 3]), np.array([0, 8, 7, 4]), np.array([0, 0, 2, 3])
+    assert PlanTime(10, attention, waits, linear).rank_ns.tolist() == [9, 10, 10, 10]
+    assert PlanTime(10, attention, waits, linear).slowest == 3
+
+
+def test_attention_alone_is_the_compute_of_both_passes_in_all_layers_and_waiting() -> None:
+    planner = flexcp.Planner(4, 2, 64, cluster=flexcp.cluster("h100:1x2"), strategy="zigzag")
+    masks = {"full": (flexcp.causal(), 3), "window": (flexcp.window(100, 0), 5)}
+    simulated = simulate(planner([3000, 700], masks=masks))
+    found = PlanTime.of_simulation(simulated, None)
+    for rank in range(2):
+        compute = [sum(int(one.compute_ns[rank]) for one in pair) for pair in simulated.passes]
+        assert found.attention_ns[rank] == 3 * compute[0] + 5 * compute[1] > 0
+    assert (found.attention_ns + found.exposed_ns).tolist() == [found.total_ns] * 2
+    assert found.linear_ns.tolist() == [0, 0] and found.total_ns == simulated.attention_ns
+    assert found.perfect_ns(simulated.plan) == int(found.attention_ns.sum()) // 2

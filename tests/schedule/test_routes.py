@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import flexcp
 from flexcp.clusters import Cluster, cluster
 from flexcp.plan.placement import Traffic
+from flexcp.schedule import routes as schedule_routes
 from flexcp.schedule.needs import Pieces
-from flexcp.schedule.routes import Routes, route_keys
+from flexcp.schedule.routes import OVER, STARTS, Relays, Routes, kept_bytes, route_keys
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
 
@@ -103,3 +104,71 @@ def test_a_long_document_crosses_with_fewer_bytes_both_ways() -> None:
     t = with_relays.programs[0][1].transfers
     summed = t.take((t.kind == Kind.DKV) & (t.target != t.owner))
     assert len(summed) and np.all(summed.source // 4 == summed.target // 4)
+
+
+def test_what_all_ranks_of_a_node_read_enters_in_turns_whatever_its_heads() -> None:
+    """Four chunks for each port, dealt out in turns."""
+    machine = cluster("a100", nodes=2, ranks_per_node=4)
+    owned = {4: (0, 2), 5: (2, 4)}
+    keys = Pieces(*np.array([(r, owner, 100, 32_868, *owned[owner], 1) for r in range(4) for owner in owned]).T)
+    first, relays = route_keys(keys, SHAPE, machine)
+    turns = [(owner, 100 + 4096 * turn) for owner in owned for turn in range(8)]
+    assert first.matrix().T.tolist() == [
+        [turn % 4, owner, start, start + 4096, *owned[owner], 1] for turn, (owner, start) in enumerate(turns)
+    ]
+    passed_on = [(turn, rank) for turn in range(16) for rank in range(4) if rank != turn % 4]
+    assert list(zip(relays.first.tolist(), relays.rank.tolist(), strict=True)) == passed_on
+
+
+def entries_by_hand(chunks: Pieces, readers: Relays, machine: Cluster, least: int) -> list[int]:
+    """Chunk after chunk: its readers in turn; what is over a port's share goes along the room of its node."""
+    size = machine.ranks_per_node
+    amount = chunks.amount.tolist()
+    mine = [readers.rank[readers.first == chunk].tolist() for chunk in range(len(chunks))]
+    entry = [ranks[chunk % len(ranks)] for chunk, ranks in enumerate(mine)]
+    for node in range(machine.nodes):
+        here = [chunk for chunk in range(len(chunks)) if chunks.rank[chunk] == node]
+        share = max(-(-OVER * sum(amount[chunk] for chunk in here) // size), least)
+        filled, kept, over = Counter[int](), Counter[int](), []
+        for chunk in here:
+            filled[entry[chunk]] += amount[chunk]
+            if filled[entry[chunk]] > share:
+                over.append(chunk)
+            else:
+                kept[entry[chunk]] += amount[chunk]
+        line = [rank for rank in range(node * size, node * size + size) for _ in range(max(share - kept[rank], 0))]
+        laid = 0
+        for chunk in over:
+            entry[chunk] = line[laid]
+            laid += amount[chunk]
+    return entry
+
+
+def test_ports_share_what_enters_as_counted_chunk_by_chunk() -> None:
+    """Few ranks read much, in pieces of uneven lengths; with latency a port may have what so many starts are worth."""
+    detours = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        machine = replace(cluster("a100", nodes=2, ranks_per_node=4), latency_ns=int(rng.integers(0, 3)) * 20)
+        rows = []
+        for rank in rng.choice(8, 3, replace=False).tolist():
+            for owner in rng.choice(8, 5, replace=False).tolist():
+                start = int(rng.integers(0, 50))
+                if owner // 4 != rank // 4:
+                    rows.append((rank, owner, start, start + int(rng.integers(1, 2000)), 0, 1, 1))
+        chunks, readers, _ = schedule_routes._chunks(Pieces(*np.array(rows).T), machine)
+        each = SHAPE.element_bytes * (SHAPE.head_dim + SHAPE.v_head_dim)
+        least = STARTS * machine.latency_ns * machine.inter_mbps // (1000 * each)
+        entry = schedule_routes._entries(chunks, readers, SHAPE, machine)
+        assert entry.tolist() == entries_by_hand(chunks, readers, machine, least)
+        reading = set(zip(readers.first.tolist(), readers.rank.tolist(), strict=True))
+        detours += sum(pair not in reading for pair in enumerate(entry.tolist()))
+    assert detours > 20
+
+
+def test_kept_keys_are_all_that_arrive_relayed_ones_too() -> None:
+    machine = cluster("a100", nodes=2, ranks_per_node=2)
+    first = Pieces(*np.array([(0, 2, 0, 10, 0, 4, 0), (0, 3, 0, 5, 0, 2, 0), (1, 3, 5, 7, 0, 4, 0)]).T)
+    found = kept_bytes(Routes(first, Relays(np.array([1]), np.array([1]))), SHAPE, machine)
+    each, lines = 2 * (64 + 64), schedule_routes.SHELF_LINES
+    assert found.tolist() == [50 * each + 2 * lines, 18 * each + 2 * lines, 0, 0]

@@ -5,6 +5,8 @@ own work goes where it hides.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +23,20 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.executor.run.rank_program import rank_program
 from flexcp.masks import area
 from flexcp.plan.memory import KEYS, QUERIES
+from flexcp.plan.placement import Divisions
 from flexcp.planners.request import Request
 from flexcp.schedule import analysis, stages
 from flexcp.schedule.needs import Pieces
-from flexcp.schedule.stages import CUT_TOKENS, cut_into_stages, equal_borders
+from flexcp.schedule.stages import (
+    CUT_TOKENS,
+    ExchangeTimes,
+    Stages,
+    choose_stages,
+    cut_by_divisions,
+    cut_into_stages,
+    equal_borders,
+)
+from flexcp.schedule.work import Work
 from flexcp.shape import Kind, Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import simulate
@@ -174,3 +186,50 @@ def test_ranks_of_a_node_begin_with_different_owners_of_another() -> None:
     parts, stage, _ = cut_into_stages(Pieces(*np.array(rows, np.int64).T), equal_borders(np.full(8, 4)), machine)
     for number in range(1, 5):
         assert sorted(parts.owner[stage == number].tolist()) == [0, 1, 2, 3]
+
+
+def test_divisions_put_every_token_into_the_stage_of_its_block() -> None:
+    """Against a count token by token; neighbours in one stage are one part."""
+    planner = flexcp.Planner(4, 2, 64, cluster=cluster("h100", 1, 2), strategy="zigzag")
+    placement = planner([300, 100]).placement
+    stream = {0: [], 1: []}
+    for rank, a, b in zip(placement.runs.rank.tolist(), placement.runs.start, placement.runs.stop, strict=True):
+        stream[rank] += range(a, b)
+    borders = np.array([0, 90, 160, 310, 400])
+    keys = Pieces(*np.array([(0, 1, 3, 70, 0, 2, 0), (0, 1, 70, 199, 0, 2, 1), (1, 0, 0, 200, 0, 1, 0)]).T)
+    divisions = Divisions(borders, np.array([[1, 1, 3, 2], [2, 1, 1, 3]]))
+    parts, stage, piece = cut_by_divisions(keys, divisions, placement)
+    found = []
+    for row, (rank, owner, start, stop, *rest) in enumerate(parts.matrix().T.tolist()):
+        assert start < stop and [rank, owner, *rest] == keys.matrix()[[0, 1, 4, 5, 6], piece[row]].tolist()
+        found += [(int(piece[row]), token, int(stage[row])) for token in range(start, stop)]
+    by_hand = []
+    for number, (rank, owner, start, stop, *_) in enumerate(keys.matrix().T.tolist()):
+        for token in range(start, stop):
+            block = sum(stream[owner][token] >= border for border in borders[1:])
+            by_hand.append((number, token, int(divisions.stage[rank, block])))
+    assert found == by_hand
+    changes = sum(a[0] != b[0] or a[2] != b[2] for a, b in pairwise(by_hand))
+    assert len(parts) == 1 + changes
+
+
+def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots() -> None:
+    """Slot by slot, for ranks to which queries come and ranks to which none do."""
+    number, queries = np.array([1, 2, 3, 1, 2, 3]), np.array([0, 0, 0, 70, 70, 70])
+    own, rest, again, back, home = 1000, 600, 30, 900, 50
+    work = Work(*(np.full(6, ns) for ns in (own, rest, again, 0)))
+    times = ExchangeTimes(queries, 0 * queries, np.full(6, back), 0 * queries, np.full(6, home))
+    machine = replace(cluster("h100", 1, 6), latency_ns=10)
+    kept = Stages(number, 0 * number, 0 * number, equal_borders(number))
+    nothing: Any = None
+    found = choose_stages(nothing, nothing, work, times, nothing, machine, kept)
+    for rank, (stages_here, there) in enumerate(zip(number.tolist(), queries.tolist(), strict=True)):
+        start = 10 if stages_here > 1 else 0
+        out = -(-back // stages_here) + start
+        each = -(-(rest + (stages_here - 1) * again) // stages_here)
+        last = out + home - 10  # one exchange
+        held = 1000 * last // (there + last)
+        after = own * held // 1000
+        slots = [max(own - after, there), each] if there else [own - after + each]
+        slots += [max(each, out)] * (stages_here - 1)
+        assert found.held[rank] == held and found.ns[rank] == sum(slots) + max(after, last)

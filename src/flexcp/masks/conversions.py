@@ -148,7 +148,7 @@ def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
     A range continues a slice if each of its ends stays the same or moves by one key per query throughout the slice.
     """
     done: list[SliceRow] = []
-    # A slice under construction: q0, last q, start and end at q0, start and end at last q, steps of start and of end
+    # A slice under construction: q0, last q, start at q0, start and end at last q, steps of start and of end
     # (-1: not known yet).
     open_: list[list[int]] = []
     for q, ranges in enumerate(rows):
@@ -160,22 +160,22 @@ def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
                 done.append(_closed(run))
                 continue
             waiting.remove(fit)
-            steps = [fit[0] - run[4], fit[1] - run[5]]
-            following.append([run[0], q, run[2], run[3], *fit, *steps])
-        following += [[q, q, a, b, a, b, -1, -1] for a, b in waiting]
+            steps = [fit[0] - run[3], fit[1] - run[4]]
+            following.append([run[0], q, run[2], *fit, *steps])
+        following += [[q, q, a, a, b, -1, -1] for a, b in waiting]
         open_ = following
     return done + [_closed(run) for run in open_]
 
 
 def _continues(run: list[int], found: tuple[int, ...]) -> bool:
     """Return whether the key range ``found`` of the next query continues the slice under construction ``run``."""
-    steps = (found[0] - run[4], found[1] - run[5])
-    return all(s in (0, 1) and known in (-1, s) for s, known in zip(steps, run[6:], strict=True))
+    steps = (found[0] - run[3], found[1] - run[4])
+    return all(s in (0, 1) and known in (-1, s) for s, known in zip(steps, run[5:], strict=True))
 
 
 def _closed(run: list[int]) -> SliceRow:
     """Return the finished slice of a slice under construction."""
-    q0, q, start, _, last_start, last_end, start_step, end_step = run
+    q0, q, start, last_start, last_end, start_step, end_step = run
     lo = start - q0 if start_step == 1 else None
     hi = last_end - 1 - q if end_step == 1 else None
     return q0, q + 1, min(start, last_start), last_end, lo, hi

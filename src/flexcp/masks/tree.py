@@ -274,8 +274,8 @@ def _window_slices(found: Tree, left: int) -> Ints:
     # The distance of a row and a key on the path is their distance in the stream, less the tokens between them in the
     # stream that are not on the path (aside).
     aside = (starts[row] - above[row]) - (starts[key] - above[key])
-    columns = starts[row], starts[row] + lengths[row], starts[key], starts[key] + lengths[key], -left - aside, 0 * aside
-    return np.stack(columns, axis=1)
+    ends, hi = starts + lengths, np.zeros_like(aside)
+    return np.stack([starts[row], ends[row], starts[key], ends[key], -left - aside, hi], axis=1)
 
 
 def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:

@@ -178,8 +178,8 @@ def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) ->
     index = index[np.argsort(node[index], kind="stable")]
     laid = np.cumsum(amount[index]) - amount[index]
     laid -= laid[np.searchsorted(node[index], node[index])]
-    at = np.searchsorted(upto, node_room[node[index]] + laid, side="right")
-    entry[index] = np.clip(at, node[index] * size, node[index] * size + size - 1)
+    # Ports together have room for twice what enters, so this ends inside the node.
+    entry[index] = np.searchsorted(upto, node_room[node[index]] + laid, side="right")
     return entry
 
 

@@ -313,6 +313,82 @@ def test_tags_of_neighbours_differ() -> None:
     assert max(tags.values()) == 1 and min(tags) >= 0 and max(tags) < 1 << 31
 
 
+def test_every_part_of_a_tag_has_room_of_its_own() -> None:
+    """Of each part all values up to its largest differ, whatever the others are; the first bit stays free."""
+    largest = {"step": 31, "number": 1023, "backward": 1, "mask": 7, "stage": 127, "call": 15}
+
+    def tag(parts: dict[str, int]) -> int:
+        label = PassLabel(parts["step"], parts["number"], parts["mask"], "", bool(parts["backward"]), 9)
+        return label.tag(parts["stage"], parts["call"])
+
+    nothing = dict.fromkeys(largest, 0)
+    alone = {name: {tag({**nothing, name: value}) for value in range(most + 1)} for name, most in largest.items()}
+    assert [len(found) for found in alone.values()] == [most + 1 for most in largest.values()]
+    assert sum(max(found) for found in alone.values()) == tag(largest) == (1 << 30) - 1
+    assert tag(nothing) == 0 and tag({**nothing, "number": 1024 + 5}) == tag({**nothing, "number": 5})
+
+
+def test_a_pass_that_breaks_off_says_why_and_leaves_a_note_unless_an_exchange_did() -> None:
+    label = PassLabel(1, 2, 0, "full", False, 1)
+    for error, reason, left in (
+        (ExchangeError("rank 3 is late"), "rank 3 is late", []),
+        (ValueError("wrong"), f"{label} ended with ValueError('wrong')", [f"{label} ended with ValueError('wrong')"]),
+    ):
+        failed: list[str] = []
+        said: list[str] = []
+        notes: Any = SimpleNamespace(leave=lambda text, blamed, seconds, said=said: said.append(text))
+        group: Any = object()
+        for wire in (
+            Wire(group, [], timedelta(seconds=8), notes, failed.append),
+            Wire(group, [], timedelta(seconds=8), None, failed.append),
+            Wire(None, [], timedelta(seconds=8), notes, failed.append),
+        ):
+            with pytest.raises(type(error)), HostExchange(wire, label, ()):
+                raise error
+        assert failed == [reason] * 2 and said == left
+
+
+def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's way with calls that are only written down: receives before sends, stamps before both, once for a peer."""
+    posted: list[list[tuple[str, int, int]]] = []
+    waited: list[int] = []
+    label = PassLabel(1, 1, 0, "", False, 2)
+
+    def batch(operations: list[tuple[str, int, int]]) -> list[Any]:
+        posted.append(operations)
+        number = len(posted)
+        return [SimpleNamespace(wait=lambda: waited.append(number)) for _ in operations]
+
+    def operation(kind: Any, message: torch.Tensor, group: Any, group_peer: int) -> tuple[str, int, int]:
+        if message.dtype == torch.int64:
+            message.fill_(label.stamp)
+            return f"{kind.__name__} stamp", group_peer, message.numel()
+        return kind.__name__, group_peer, message.numel()
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    monkeypatch.setattr(dist, "P2POp", operation)
+    sent = [0] * 3
+    both = Call(0, receives=(MessageRange(1, 0, 3),), sends=(MessageRange(2, 2, 9),))
+    calls = ((both, Call(0, receives=(MessageRange(2, 0, 1),), sends=())), (both,))
+    exchange = DeviceExchange(Wire(None, sent, timedelta(seconds=9), None, lambda reason: None), label, calls)
+    for stage in (0, 1):
+        buffers = Buffers.alone([(1, 10), (2, 10)], torch.device("cpu"))
+        exchange.post(stage, buffers, buffers)
+    assert posted == [
+        [("irecv stamp", 1, 1), ("isend stamp", 2, 1), ("irecv", 1, 3), ("isend", 2, 7)],
+        [("irecv stamp", 2, 1), ("irecv", 2, 1)],
+        [("irecv", 1, 3), ("isend", 2, 7)],
+    ]
+    assert sent == [0, 0, 14]
+    everything = [1] * 4 + [2] * 2 + [3] * 2
+    assert exchange.arrived(0) is not None and waited == everything[:6]
+    assert exchange.arrived(0) is None and exchange.arrived(1) is buffers and waited == everything
+    exchange.finish()
+    assert waited == everything * 2
+    exchange.finish()
+    assert waited == everything * 2
+
+
 class Late:
     """Stands for a message that is done when the clock, which it moves, says so; or runs out of time."""
 

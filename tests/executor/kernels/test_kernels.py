@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexcp.executor.kernels import Settings, accumulator_dtype, cpu, find_kernel, merge, reference, stock
+from flexcp.executor.kernels import Settings, accumulator_dtype, cpu, find_kernel, has_triton, merge, reference, stock
 
 KERNELS = {"cpu": cpu, "reference": reference}
 FAR = 1 << 40
@@ -295,6 +295,19 @@ def test_dense_mask_is_the_definition_of_a_slice() -> None:
     for slices in SLICES.values():
         table = np.array(slices, np.int64).reshape(-1, 6)
         assert torch.equal(reference.dense_mask(table, 48, 56), seen_pairs(table, 48, 56))
+
+
+def test_triton_is_there_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_for: list[str] = []
+
+    def find(name: str, found: object) -> object:
+        looked_for.append(name)
+        return found
+
+    for found, there in ((object(), True), (None, False)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: find(name, found))
+        assert has_triton.__wrapped__() is there
+    assert looked_for == ["triton"] * 2
 
 
 def test_unknown_kernel_is_refused() -> None:

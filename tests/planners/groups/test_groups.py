@@ -7,6 +7,7 @@ rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -460,3 +461,21 @@ def test_the_note_counts_documents_that_a_cap_cut() -> None:
     ]
     assert f"{owners.count(1)} of {len(lengths)} documents on one rank" in plan.placement.note
     assert owners.count(1) < len(lengths) - 1, "a test of nothing"
+
+
+@pytest.mark.parametrize("prices", [[5], [5, 3], [3, 5], [4, 2, 9]])
+def test_of_the_settings_left_open_the_fastest_is_taken(prices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("flexcp.planners.groups.groups")
+    monkeypatch.setattr(module, "all_groupings", lambda request: prices)
+    monkeypatch.setattr(module, "price_ns", lambda request, placement: placement)
+    assert groups(asked([100], cluster("h100", 1, 4))) == min(prices)
+
+
+def test_teams_are_one_rank_those_with_keys_of_their_own_and_the_largest() -> None:
+    for heads, kv_heads, ranks, sizes in (
+        (8, 4, 8, [1, 4, 8]),
+        (8, 1, 4, [1, 4]),
+        (8, 8, 4, [4]),
+        (12, 6, 4, [1, 2]),
+    ):
+        assert team_sizes(asked([100], cluster("h100", 1, ranks), shape=Shape(heads, kv_heads, 64, 64))) == sizes

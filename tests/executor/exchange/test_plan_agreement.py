@@ -1,0 +1,138 @@
+"""Proves what ranks settle through their store: all go on or all raise, by words that name the rank; no key is left.
+
+Ranks are threads with one store in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from flexcp.executor.exchange.plan_agreement import agree, said_by_all
+from flexcp.executor.exchange.rank_calls import CallSettings
+
+SOON = timedelta(seconds=0.4)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a process group is to an agreement."""
+
+    rank: int
+    size: int
+    store: Any
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+
+@pytest.fixture(autouse=True)
+def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+
+
+def on_ranks(size: int, store: Any, function: Callable[[Any], Any]) -> list[Any]:
+    """What each rank gets, or the error that it raises as text."""
+
+    def one(rank: int) -> Any:
+        try:
+            return function(Group(rank, size, store))
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def left(store: Any) -> int:
+    """Keys of binds and of what was said."""
+    return sum(store.check([key]) for key in (f"flexcp/bind/{n}/{name}" for n in (1, 2) for name in PARTS))
+
+
+PARTS = ("first", "count", "verdict", "left")
+
+
+def test_binds_are_numbered_and_leave_no_key() -> None:
+    store = dist.HashStore()
+    for number in (1, 2):
+        assert on_ranks(3, store, lambda group: agree("a" * 40, group, timedelta(seconds=20))) == [number] * 3
+        assert left(store) == 0
+
+
+def test_a_rank_that_knows_of_a_mistake_says_it_and_the_others_hear_of_it() -> None:
+    wrong = {1: "the plan is for 4 ranks"}
+    found = on_ranks(
+        2, dist.HashStore(), lambda group: agree("a" * 40, group, timedelta(seconds=20), wrong.get(group.rank))
+    )
+    assert found == [
+        "RuntimeError: rank 1 cannot bind: the plan is for 4 ranks",
+        "ValueError: the plan is for 4 ranks",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("digests", "calls", "words"),
+    [
+        (("a" * 40, "b" * 40), (CallSettings(), CallSettings()), "ranks disagree on the plan of bind number 1"),
+        (("a" * 40, "a" * 40), (CallSettings(), CallSettings(2)), "ranks disagree on the calls of bind number 1"),
+    ],
+)
+def test_ranks_that_differ_all_raise_with_both_values(
+    digests: tuple[str, str], calls: tuple[CallSettings, CallSettings], words: str
+) -> None:
+    found = on_ranks(
+        2,
+        dist.HashStore(),
+        lambda group: agree(digests[group.rank], group, timedelta(seconds=20), calls=calls[group.rank]),
+    )
+    assert found[0] == found[1] and found[0].startswith(f"RuntimeError: {words}")
+    assert "rank 0 has" in found[0] and "rank 1 has" in found[0]
+
+
+def test_who_did_not_come_is_named() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"only 1 of 3 ranks came to bind number 1 .*, without ranks 1, 2; a rank"):
+        agree("a" * 40, Group(0, 3, store), SOON)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"only 2 of 3 ranks came to bind number 1 .*, without rank 2; a rank"):
+        agree("a" * 40, Group(1, 3, store), SOON)  # type: ignore[arg-type]
+
+
+def notes_of(group: Any) -> Any:
+    return SimpleNamespace(group=group, rank=group.rank, explain=lambda rank, seconds: f"asked {rank} for {seconds:g}")
+
+
+def test_all_hear_what_all_say_and_no_key_is_left() -> None:
+    store = dist.HashStore()
+    for name in ("colour", "size"):
+        found = on_ranks(3, store, lambda g, n=name: said_by_all(n, f"{n} {g.rank}", notes_of(g), SOON * 50))
+        assert found == [[f"{name} {rank}" for rank in range(3)]] * 3
+        assert not any(store.check([f"flexcp/said/{name}/{what}"]) for what in (0, 1, 2, "left"))
+
+
+def test_of_the_time_limit_some_is_kept_for_asking_who_is_missing() -> None:
+    limits: list[timedelta] = []
+
+    class Deaf:
+        """A store that only the first two ranks have told something."""
+
+        def set(self, key: str, said: str) -> None:
+            assert (key, said) == ("flexcp/said/size/1", "7")
+
+        def wait(self, keys: list[str], limit: timedelta) -> None:
+            limits.append(limit)
+            raise dist.DistStoreError("nothing came")
+
+        def check(self, keys: list[str]) -> bool:
+            return keys[0][-1] in "01"
+
+    with pytest.raises(RuntimeError, match=r"rank 2 did not say its size within 8 s\. asked 2 for 2"):
+        said_by_all("size", "7", notes_of(Group(1, 4, Deaf())), timedelta(seconds=8))
+    assert limits == [timedelta(seconds=6)]
