@@ -121,3 +121,24 @@ def test_a_document_that_cannot_be_planned_is_named_by_its_sample() -> None:
         ),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize(("marked", "weights"), [((True, False), [0.0, 1.0]), ((True, True), [1.0, 1.0])])
+def test_a_part_without_a_label_weighs_nothing(marked: tuple[bool, bool], weights: list[float]) -> None:
+    """A prompt that was cut off before its answer; of a step without any label every loss is 0, whatever it weighs."""
+    ids = torch.arange(30)
+    samples = [{"input_ids": ids, "labels": torch.full_like(ids, -100) if empty else ids} for empty in marked]
+    with Loader(samples, capped(1), budget=60, labels="labels", micro_batches=True, workers=0) as loader:
+        found = list(loader)
+    assert [batch.weight for batch in found] == weights
+    assert [int(batch.valid) for batch in found] == [1 if empty else 29 for empty in marked]
+
+
+def test_labels_without_a_sign_are_refused() -> None:
+    ids = torch.arange(30)
+    samples = [{"input_ids": ids, "labels": ids.to(torch.uint8)}]
+    with (
+        Loader(samples, capped(1), budget=60, labels="labels", workers=0) as loader,
+        pytest.raises(ValueError, match=r"field 'labels': labels are torch\.uint8, which holds no negative mark"),
+    ):
+        next(iter(loader))

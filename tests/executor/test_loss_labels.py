@@ -33,19 +33,39 @@ def planned(strategy: str = "blocks", **options: Any) -> Plan:
     return flexcp.Planner(2, 2, 8, dtype="float64", cluster=where, strategy=strategy)(LENGTHS, **options)
 
 
-def on_pads(group: dist.ProcessGroup, plan: Plan, dtype: str) -> tuple[int, float]:
+def on_pads(group: dist.ProcessGroup, plan: Plan) -> tuple[int, float]:
     """(Pads of this rank, its loss with labels at them that a vocabulary has)."""
     step = flexcp.bind(plan, group)
-    labels = step.shard(SHIFTED.clamp(min=0).to(getattr(torch, dtype)), pad=3)
+    labels = step.shard(SHIFTED.clamp(min=0), pad=3)
     return int((step.indices < 0).sum()), step.loss(step.shard(LOGITS), labels, without_attention=True).item()
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint8"])
-def test_labels_of_pads_do_not_count(pool: RankPool, dtype: str) -> None:
-    found = pool.run(on_pads, planned(tokens="equal", pad_to=16), dtype, ranks=2)
+def test_labels_of_pads_do_not_count(pool: RankPool) -> None:
+    found = pool.run(on_pads, planned(tokens="equal", pad_to=16), ranks=2)
     assert sum(pads for pads, _ in found) == 64 - TOKENS
     expected = torch.nn.functional.cross_entropy(LOGITS, SHIFTED.clamp(min=0)).item()
     assert sum(loss for _, loss in found) == pytest.approx(expected, rel=1e-12)
+
+
+def alone() -> Step:
+    planner = flexcp.Planner(2, 2, 8, dtype="float64", cluster=flexcp.cluster("cpu", ranks_per_node=1))
+    return flexcp.bind(planner(LENGTHS))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
+def test_a_stream_of_small_integers_has_the_loss_of_its_tokens(dtype: torch.dtype) -> None:
+    """Token files are often of uint16, which torch compares with nothing else."""
+    step, ids = alone(), IDS.to(dtype)
+    step.shard(ids).long()
+    expected = torch.nn.functional.cross_entropy(LOGITS, SHIFTED).item()
+    assert step.loss(LOGITS, step.labels(ids), without_attention=True).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_that_cannot_hold_a_mark_are_refused(dtype: torch.dtype) -> None:
+    """-100 in uint8 is 156, a token like any other."""
+    with pytest.raises(ValueError, match=r"labels are torch\..*pass labels.long\(\)"):
+        alone().loss(LOGITS, SHIFTED.to(dtype), without_attention=True)
 
 
 def taken(step: Step, how: str) -> Tensor:

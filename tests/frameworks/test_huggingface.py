@@ -139,6 +139,18 @@ def test_labels_of_ones_own_are_shifted_and_counted() -> None:
     assert (count / 4, count / count, float(torch.tensor(2.0) * count)) == (valid / 4, 1, 2 * valid)
 
 
+def test_a_batch_without_a_label_counts_none_and_loses_nothing(models: dict[str, Any]) -> None:
+    """Several batches are weighted by their counts, in which one without a label is 0."""
+    given = huggingface.inputs(TOKENS, bound(), labels=torch.full_like(TOKENS, -100))
+    assert int(given["num_items_in_batch"]) == 0
+    assert models["llama"][0](**given).loss.item() == 0.0
+
+
+def test_labels_without_a_sign_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"huggingface\.inputs: labels are torch\.uint8, which holds no negative mark"):
+        huggingface.inputs(TOKENS, bound(), labels=TOKENS.to(torch.uint8))
+
+
 def test_labels_that_are_already_shifted_are_refused() -> None:
     step = bound()
     shifted = step.labels(TOKENS)[step.indices.argsort()]

@@ -286,14 +286,17 @@ class Loader:
     def _local_parts(self, spec: BatchSpec, parts: list[PlannedPart]) -> list[LocalBatch]:
         """Return the batch of a step, or its micro-batches; their weights are their shares of the step's labels."""
         found = [self._local(spec.take(part.documents), part) for part in parts]
-        labels = sum(int(batch.valid) for batch in found)
+        labels = sum(counted for _, counted in found)
         return [
-            replace(batch, micro_batch=number, micro_batches=len(found), weight=int(batch.valid) / labels)
-            for number, batch in enumerate(found)
+            replace(batch, micro_batch=number, micro_batches=len(found), weight=counted / labels if labels else 1.0)
+            for number, (batch, counted) in enumerate(found)
         ]
 
-    def _local(self, spec: BatchSpec, part: PlannedPart) -> LocalBatch:
-        """Bind the plan of a part, and read or receive this rank's rows."""
+    def _local(self, spec: BatchSpec, part: PlannedPart) -> tuple[LocalBatch, int]:
+        """Bind the plan of a part, read or receive this rank's rows, and count the labels of all ranks.
+
+        The batch's own ``valid`` is at least 1, because losses are divided by it.
+        """
         step = bind(part.plan, self.group, self.timeout, self.telemetry, recipe=part.recipe)
         placement, source = part.plan.placement, self.source
         kept = segments(placement, step.rank)
@@ -314,7 +317,8 @@ class Loader:
         self.stats.tokens_saved += saved_tokens(part.plan.batch)
         self.stats.tokens_repeated += sum(d.repeated for d in spec.documents)
         ignore = self.reading.fields.ignore
-        return local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
+        batch = local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
+        return batch, valid
 
     def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
         """Read the documents of a batch that this rank keeps tokens of."""

@@ -57,7 +57,9 @@ class LocalBatch:
     micro_batches: int = 1
     """Which micro-batch of the step this is, and how many there are, the same on every rank."""
     weight: float = 1.0
-    """The micro-batch's share of the step's labels: multiply its mean loss, such as ``step.loss``, by this."""
+    """The micro-batch's share of the step's labels (0 for one without a label): multiply its mean loss, such as
+    ``step.loss``, by this.
+    """
     edges: Edges | None = None
 
     @property

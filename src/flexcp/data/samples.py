@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flexcp import masks as mask_algebra
-from flexcp.executor.arguments import check_whole_numbers, single
+from flexcp.executor.arguments import check_whole_numbers, refuse_unsigned, single
 from flexcp.executor.local_rows import refuse_shifted
 from flexcp.masks import Mask, Tree, from_slices, modality
 
@@ -151,6 +151,7 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
     """Return the labels of a sample, or raise if they are not one token id or ``ignore`` per token."""
     assert fields.labels is not None
     labels = _field(given, fields.labels, where)
+    refuse_unsigned(labels, f"{where}, field {fields.labels!r}")
     if labels.shape != (rows,):
         instead = single(fields.labels, labels.shape, rows)
         way = (

@@ -94,6 +94,15 @@ def check_whole_numbers(x: Tensor, name: str, place: str) -> None:
         raise ValueError(f"{place}: {name} are {x.dtype}, and token ids are whole numbers; pass {name}.long()")
 
 
+def refuse_unsigned(labels: Tensor, place: str) -> None:
+    """Raise ValueError for labels in an unsigned dtype, in which the mark of tokens without a label wraps around."""
+    if labels.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        raise ValueError(
+            f"{place}: labels are {labels.dtype}, which holds no negative mark such as -100 for tokens without a "
+            "label; make labels from tokens.long() before you mark them"
+        )
+
+
 def check_whole(name: str, x: object) -> None:
     """Raise ValueError unless ``x`` is an int (and not a bool)."""
     if not isinstance(x, int) or isinstance(x, bool):

@@ -147,7 +147,7 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but step.loss expects {shape}, this rank's rows{way}")
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}; a cross entropy needs floating-point numbers")
-    if labels.dtype not in (torch.int64, torch.uint8):
+    if labels.dtype != torch.int64:
         raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
     if len(logits) == len(labels) == tokens - 1:
         raise ValueError(

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
-from flexcp.executor.arguments import check_ids
+from flexcp.executor.arguments import check_ids, refuse_unsigned
 from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.losses.averaging import Gradients
@@ -189,6 +189,7 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
         check_ids(tokens, "tokens", "huggingface.inputs", batch.tokens, step.local_tokens)
         if labels is not None:
             check_ids(labels, "labels", "huggingface.inputs", batch.tokens, step.local_tokens)
+            refuse_unsigned(labels, "huggingface.inputs")
             _refuse_other_marks(labels)
         if labels is not None:
             refuse_branches(batch, "labels hold")
@@ -200,7 +201,7 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
             refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
     _refuse_other_streams(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
-    return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+    return keywords_of(rows_of(step, tokens, shifted), valid, gradients)
 
 
 def _without_labels(step: Step, tokens: Tensor) -> dict[str, Any]:

@@ -55,13 +55,15 @@ class ValidLabels:
     that can be detected. A model that was turned on gets the plain number, and is checked after its forward. As an
     integer this is the number of the batch's valid labels on all ranks, by which losses of several batches are
     weighted; under ``gradients="averaged"`` the divisor is that number / the number of ranks. It can be added,
-    multiplied and divided like the integer. ``here`` is the number of labels on this rank, if known.
+    multiplied and divided like the integer. A batch without a valid label counts 0, and its loss, a sum of nothing, is
+    divided by 1. ``here`` is the number of labels on this rank, if known.
     """
 
     def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients, here: Tensor | None = None) -> None:
         self.valid, self.step, self.gradients, self.here = valid, step, gradients, here
         factor = share_factor(gradients, step.cp_size)
-        self.count = valid if factor == 1 else valid / factor
+        divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(1, valid)
+        self.count = divisor if factor == 1 else divisor / factor
 
     def __rtruediv__(self, total: Tensor) -> Tensor:
         if not self.step.calls:

@@ -77,7 +77,7 @@ def prepared(
     rows = share(found.tokens, found.labels, found.lengths, planner, group, **options)
     valid = (rows.labels != IGNORE).sum()
     dist.all_reduce(valid, group=group if isinstance(group, dist.ProcessGroup) else group.get_group())
-    return keywords_of(rows, valid.clamp(min=1), gradients)
+    return keywords_of(rows, valid, gradients)
 
 
 class FlexcpTrainer(Trainer):

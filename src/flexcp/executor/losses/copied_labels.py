@@ -76,19 +76,19 @@ class SeenTokens:
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded = True, None, []
         counted = (labels != ignore).cpu()
-        kept = labels.cpu()[counted]
+        kept = labels.cpu().long()[counted]
         if len(kept) < 2 or bool((kept == kept[0]).all()):
             return None
 
         def equal(rows: Tensor) -> bool:
-            return len(rows) == len(labels) and bool((rows.cpu()[counted] == kept).all())
+            return len(rows) == len(labels) and bool((rows.cpu().long()[counted] == kept).all())
 
         if ids is not None:
             return WARNING if equal(ids) else None
-        same = [seen for seen in sharded if equal(seen.rows) and not bool((seen.stream < 0).any())]
+        same = [seen for seen in sharded if equal(seen.rows) and not bool((seen.stream.long() < 0).any())]
         rest = [seen for seen in sharded if not equal(seen.rows)]
         if len(same) > 1:
-            shifted = any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
+            shifted = any(_follows(same[0].stream.cpu().long(), seen.stream.cpu().long(), batch) for seen in rest)
             return None if shifted else WARNING
         alone = len(same) == 1 and not rest and not others and not own_cut
         return WARNING + INPUT_FROM_ELSEWHERE if alone else None
