@@ -69,6 +69,10 @@ def written(
         "",
         *papers_words.LEGEND,
         "",
+        "What a reader of the papers would object to:",
+        "",
+        *papers_words.LIMITS,
+        "",
         "## In short",
         "",
     ]
