@@ -368,8 +368,8 @@ def test_the_lines_make_the_planner_that_was_simulated(
     (found,) = kept
     plan, cap = found.chosen.plans[0], found.question.max_tokens_per_rank
     swap = {"layout": "contiguous"} if found.verdict == "swap" else {}
-    config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=64, dtype="bfloat16")
-    config.get_text_config = lambda: config
+    sizes_of_model = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = pytest.importorskip("transformers").LlamaConfig(**sizes_of_model, dtype="bfloat16")
     for title, text in code.items():
         if "FSDP2" not in title and title != "torchtitan":
             assert f"max_tokens_per_rank={cap}" in text, title

@@ -51,7 +51,7 @@ def test_a_killed_worker_is_replaced_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "die").touch()
     with (
         loader(tmp_path) as data,
-        pytest.warns(RuntimeWarning, match="killed by signal 9 over step 0; another does it"),
+        pytest.warns(RuntimeWarning, match="killed by signal 9 over step 0; another process repeats the step"),
     ):
         found = []
         for batch in data:

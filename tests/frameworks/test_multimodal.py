@@ -161,8 +161,8 @@ def test_an_image_batch_is_two_batches() -> None:
     [
         ((4,), ((), ()), "2 lists of spans for 1 documents"),
         ((4,), ((Span(2, 5),),), "document 0 of 4 tokens"),
-        ((9,), ((Span(2, 5), Span(4, 6)),), "after token 5"),
-        ((9,), ((Span(2, 5, frames=5),),), "no 5 frames"),
+        ((9,), ((Span(2, 5), Span(4, 6)),), "at token 5 or later"),
+        ((9,), ((Span(2, 5, frames=5),),), "which 5 equal frames cannot have"),
     ],
 )
 def test_spans_that_cannot_be_are_refused(lengths: Any, spans: Any, words: str) -> None:

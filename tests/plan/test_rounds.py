@@ -65,7 +65,7 @@ def multigraphs(draw: st.DrawFn) -> tuple[Program, Cluster]:
     return program_of(draw(st.lists(st.tuples(st.integers(1, 3), rank, rank, tokens), max_size=80))), machine
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(multigraphs(), st.one_of(st.none(), st.integers(1, 50 * EACH)))
 def test_rounds_of_any_traffic(case: tuple[Program, Cluster], chunk_bytes: int | None) -> None:
     program, machine = case
@@ -82,7 +82,7 @@ def test_rounds_of_real_plans(strategy: str, machine: Cluster) -> None:
                 judge(plan_rounds(program, plan.shape, machine, chunk_bytes), program, plan.shape, machine)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 9), st.data())
 def test_any_multigraph_has_a_colouring_in_its_largest_degree(ranks: int, data: st.DataObject) -> None:
     vertex = st.integers(0, ranks - 1)

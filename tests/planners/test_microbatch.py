@@ -36,7 +36,7 @@ def best_fit_count(lengths: list[int], room: int) -> int:
     return len(left)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 5), st.integers(80, 300), st.data())
 def test_documents_are_dealt_once_within_the_cap(lengths: list[int], ranks: int, cap: int, data: st.DataObject) -> None:
     room = ranks * cap

@@ -56,7 +56,7 @@ HIGH_EFFORT = DEFAULT_EFFORT + 1
 """What ``auto`` takes for high effort here: hypergraph runs as many rounds,
 and with the real number they are most of the test's time.
 """
-OFTEN = settings().max_examples if settings().max_examples > 100 else 40
+OFTEN = settings().max_examples if settings().max_examples > 100 else 24
 """How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
 SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph", "fcp"}
 """Strategies that can leave tokens where they are."""

@@ -29,7 +29,7 @@ def asked(lengths: list[int], ranks: int, argument: str = "", nodes: int = 1, **
 
 
 @given(data=st.data(), ranks=st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_dynamic_program_equals_brute_force(data: st.DataObject, ranks: int) -> None:
     """Any times, monotonic or not; no group with fewer ranks than it needs."""
     least = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5).filter(lambda each: sum(each) <= ranks))
@@ -45,7 +45,7 @@ def test_the_dynamic_program_equals_brute_force(data: st.DataObject, ranks: int)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(5, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_packing_is_best_fit_in_decreasing_order(lengths: list[int], budget: int) -> None:
     """Told by hand: the tightest room that holds a document, or a group of its own."""
     rooms: list[list[int]] = []

@@ -30,7 +30,7 @@ def planned(lengths: list[int], ranks: int, strategy: str = "fcp", nodes: int = 
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 64))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_blocks_are_pairs_of_long_documents_and_packs_of_short_ones(lengths: list[int], size: int) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     block, start, stop = cut_into_blocks(np.array(lengths), starts, size)

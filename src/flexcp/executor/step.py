@@ -341,8 +341,8 @@ class Step:
         ``gradients`` says what happens to gradients over the ranks of this step. With ``"summed"`` the batch's loss is
         the sum of the ranks' values. With ``"averaged"``, for DDP and other wrappers that average, the share is
         multiplied by the number of ranks, so that the averaged gradient is the batch's, and the batch's loss is the
-        mean of the ranks' values. If nothing averages them after all, gradients are too large by the number of ranks;
-        flexcp cannot detect that.
+        mean of the ranks' values. If nothing averages them after all, gradients are too large by the number of ranks,
+        which flexcp cannot detect.
 
         The result depends on ``logits`` even on a rank without valid labels, so that every rank takes part in the
         backward. If this step's attention never ran, this raises RuntimeError, unless ``without_attention`` says that

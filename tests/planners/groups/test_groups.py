@@ -115,7 +115,7 @@ def dealings(draw: st.DrawFn) -> tuple[Ints, Ints, int, bool, int]:
 
 
 @given(dealings())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_dealing_keeps_every_token_and_all_load(problem: tuple[Ints, Ints, int, bool, int]) -> None:
     items, pace, slack, poured, room = problem
     found = deal(items, pace, slack, poured, room)
@@ -130,7 +130,7 @@ def test_dealing_keeps_every_token_and_all_load(problem: tuple[Ints, Ints, int, 
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_least_limit_is_the_one_brute_force_finds(loads: list[int], bins: int) -> None:
     items = table_of([1] * len(loads), loads, linear=0)
     total = sum(loads)
