@@ -1,9 +1,10 @@
-"""Inside first: one stage of all that comes from the same node, then what crosses nodes, beside work that hides it.
+"""Inside first: a way to cut a pass into stages. The first stage brings everything that comes from the same node; the
+stages after it bring what crosses nodes, beside work that hides it.
 
-Transfers inside a node are fast and cost the work beside them much: it leaves many multiprocessors to them, or nearly
-stops. Such as only cross nodes are slow and cost little (:class:`flexcp.cost.Contention`). With both in every stage
-(:mod:`flexcp.schedule.stages`) all work pays the price of the first kind. Apart, as rings over nodes with heads split
-inside them have it, only the ends do:
+Transfers inside a node are fast, but slow down the work beside them a lot, because that work leaves many
+multiprocessors to them. Transfers that only cross nodes are slow and cost the work beside them little
+(:class:`flexcp.cost.Contention`). If every stage has both kinds (:mod:`flexcp.schedule.stages`), the first kind slows
+down all work. If they are kept apart, it slows down only the work of the first and the last slot:
 
     slot 0        own work, first share    | queries and keys from the same node
     slot 1        work on those            | keys from other nodes, first part
@@ -11,8 +12,9 @@ inside them have it, only the ends do:
     slot n + 1    work on the last part    | gradients of the part before it
     slot n + 2    own work, second share   | gradients of the last part and of the node, results of moved queries
 
-How many parts, and how much own work is held back, is what takes least time under contention over all ranks together.
-Where nothing crosses nodes this is a single stage. Not where everything does, keys are relayed, or queries cross nodes.
+The number of parts and the share of own work that is held back are chosen for the least time under contention over all
+ranks together. If nothing crosses nodes, there is a single stage. Passes in which everything crosses nodes, keys are
+relayed or queries cross nodes are not cut in this way.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ Ints = NDArray[np.int64]
 
 
 class NodeWork(NamedTuple):
-    """Of each rank's work on keys that come to it: the share on keys of its node, in ``PARTS``,
-    and one more pass over what reads keys of other nodes.
+    """How each rank's work on received keys divides: ``near`` is the share on keys from its own node, in ``PARTS``;
+    ``again`` is the work of reading once more the rows that also read keys from other nodes.
     """
 
     near: Ints
@@ -48,7 +50,7 @@ class NodeWork(NamedTuple):
 def node_work(
     needs: Needs, placement: Placement, regions: Regions, cuts: Cuts, pairs: Pairs, cluster: Cluster, cost: CostModel
 ) -> NodeWork | None:
-    """What the keys of nodes are worked on by; None where stages of this kind make no sense."""
+    """Return how work divides between keys of the own node and of others; None if such stages make no sense."""
     keys, size = needs.keys.first, cluster.ranks_per_node
     crossing = keys.owner // size != keys.rank // size
     if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
@@ -78,7 +80,7 @@ def inside_first(
     backward: bool,
     rest_of_layer: Ints,
 ) -> Stages:
-    """The best stages of this kind, with their time under contention."""
+    """Return the fastest stages of this kind, with their time under contention."""
     from flexcp.schedule.compiled_contention import inside_then_across
 
     near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)
@@ -96,7 +98,7 @@ def inside_first(
 
 
 def _by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
-    """``[across, rank]``: how long flows take each rank, those inside nodes and those that cross them."""
+    """Return ``[across, rank]``: how long the flows inside nodes (0) and across nodes (1) take each rank."""
     size = cluster.ranks_per_node
     across = flows.source // size != flows.target // size
     ways = [Flows(*(column[way] for column in flows)) for way in (~across, across)]

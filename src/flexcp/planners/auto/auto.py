@@ -56,8 +56,8 @@ MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
 which know rings.
 """
-UNSURE_PERMILLE = 50
-"""By how much the closed form may be too slow of a placement that spans nodes."""
+OVERPRICED_PERMILLE = 50
+"""By how much the closed form may overestimate the time of a placement that spans nodes."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 MANY_DOCUMENTS = 65_536
@@ -175,7 +175,7 @@ class _Search:
     def _least_ns(self, placed: _Placed) -> int:
         """What events may find at least."""
         unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
-        return placed.ns - placed.ns * UNSURE_PERMILLE // 1000 if unsure else placed.ns
+        return placed.ns - placed.ns * OVERPRICED_PERMILLE // 1000 if unsure else placed.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
