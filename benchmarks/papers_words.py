@@ -34,8 +34,8 @@ LIMITS = (
     "machine was loaded and the setting is another (4 ranks, blocks of 1,024), so neither order is established.",
     "- DHP's video rows: a fixed method is the same for the vision encoder and the language model, and `auto` plans "
     "each by itself; a fixed method for each part is much closer to it on video ([vision-language "
-    "models](multimodal.md), H100). No gathers are among the fixed methods there, dealing by load is tried for the three "
-    "fastest alone, and moving features from the encoder to the language model is not counted. *Any fixed* deals "
+    "models](multimodal.md), H100). No gathers are among the fixed methods there, dealing by load is tried for the "
+    "three fastest alone, and moving features from the encoder to the language model is not counted. *Any fixed* deals "
     "documents by tokens, as Megatron-LM and DeepSpeed do; the last columns also by load.",
     "- DCP's figure 17: `dcp` cuts two foldings of its hypergraph and keeps the better balanced one, so its seconds "
     "are about twice those of one cut, and its bytes may be more. Its block size is the one that the simulator finds "
