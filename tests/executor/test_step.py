@@ -423,6 +423,23 @@ def test_one_rank_needs_no_process_group() -> None:
     assert "rank 0 of 1" in repr(step)
 
 
+def test_a_step_recognises_its_own_positions_without_reading_them() -> None:
+    """An adapter must not read positions back from a GPU, so the step tells its own tensor from others by its memory.
+    A part of it, or another tensor with the same values, must be read.
+    """
+    step = flexcp.bind(
+        flexcp.Planner(heads=2, kv_heads=1, head_dim=16, cluster=flexcp.cluster("h100", ranks_per_node=1))([5, 3])
+    )
+    assert not step.are_positions(step.positions)  # nothing was asked for on this device yet
+    own = step.positions_on(torch.device("cpu"))
+    assert own.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert step.positions_on(torch.device("cpu")) is own
+    assert step.are_positions(own[None]) and step.are_positions(own.view(2, 4))
+    assert not step.are_positions(own[:5])
+    assert not step.are_positions(own.view(2, 4).T)
+    assert not step.are_positions(own.clone())
+
+
 def test_a_plan_of_several_ranks_needs_a_group() -> None:
     with pytest.raises(ValueError, match=r"plan is for 3 ranks.*process group"):
         flexcp.bind(plans(3)["blocks free"])

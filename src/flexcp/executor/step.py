@@ -111,6 +111,7 @@ class Step:
         self._work_lists: WorkLists = {}
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
         self._orders: dict[torch.device, Tensor | None] = {}
+        self._positions: dict[torch.device, Tensor] = {}
         self._table_streams = TableStreams()
 
     @property
@@ -170,6 +171,18 @@ class Step:
             order = self.kept_order
             self._orders[device] = None if order is None else uploaded(order.numpy(), device)
         return self._orders[device]
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """Return :attr:`positions` on a device; they are copied there once, and the host does not wait for the copy."""
+        self._table_streams.use(device, self.tables)
+        if device not in self._positions:
+            self._positions[device] = uploaded(self.row_positions.numpy(), device)
+        return self._positions[device]
+
+    def are_positions(self, x: Tensor) -> bool:
+        """Return whether ``x`` is a view of all that :meth:`positions_on` gave; its values are not read."""
+        own = self._positions.get(x.device)
+        return own is not None and x.data_ptr() == own.data_ptr() and x.numel() == len(own) and x.is_contiguous()
 
     def in_stream_order(self, local: Tensor) -> Tensor:
         """Return local rows in stream order, which is the order in which programs use them."""
@@ -511,7 +524,7 @@ class Step:
 
     def tables(self) -> list[Tensor]:
         """Return the work lists and index maps that this step has made so far."""
-        return tables_in(self._prepared, self._work_lists, self._orders)
+        return tables_in(self._prepared, self._work_lists, self._orders, self._positions)
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything that attention needs on ``device`` now, for all masks and both directions, instead of in the
@@ -524,6 +537,8 @@ class Step:
                 self.prepared(mask, backward, name, types)
                 self.passes.calls(mask, backward)
         self.kept_order_on(types.device)
+        if self._rows.positions is not None:
+            self.positions_on(types.device)
 
     def open_exchange(
         self, mask: int, backward: bool, device: torch.device, calls: tuple[tuple[Call, ...], ...] | None = None

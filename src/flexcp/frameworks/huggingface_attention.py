@@ -271,9 +271,11 @@ def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_
 
 
 def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
-    """Raise ValueError for positions that only number this rank's rows."""
+    """Raise ValueError for positions that only number this rank's rows. The step's own positions are recognised
+    without reading them, because a read from a GPU makes the host wait.
+    """
     tokens = step.local_tokens
-    if position_ids is None or position_ids.shape[-1] != tokens:
+    if position_ids is None or position_ids.shape[-1] != tokens or step.are_positions(position_ids):
         return
     counted = torch.arange(tokens)
     given = position_ids.reshape(-1)[-tokens:].cpu()

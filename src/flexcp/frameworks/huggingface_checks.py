@@ -239,9 +239,9 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
         refuse_counted(given, step)
         return None
     # A rank without tokens gets a row that no other row sees.
-    found = step.row_positions[None] if step.local_tokens else step.row_positions.new_zeros(1, 1)
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
-    found = found.to(tensors[0].device) if tensors else found
+    device = tensors[0].device if tensors else torch.device("cpu")
+    found = step.positions_on(device)[None] if step.local_tokens else step.row_positions.new_zeros(1, 1, device=device)
     if at < len(arguments):
         return (*arguments[:at], found, *arguments[at + 1 :]), keywords
     return arguments, keywords | {"position_ids": found}
