@@ -26,7 +26,7 @@ PLANNERS = ("fcp:1024", "auto")
 HEADS = 8
 HIDDEN = "hidden behind local work"
 FREE, CONTIGUOUS = "tokens where the planner wants them", "tokens in contiguous order"
-LAYOUTS = {FREE: None, CONTIGUOUS: "contiguous"}
+LAYOUTS = {FREE: "free", CONTIGUOUS: "contiguous"}
 BOX, BOX_SIMULATED = "in the box", "the box simulated"
 WHAT = (
     f"{PLANNERS[0]} and `auto`, {HEADS} / {HEADS} heads, {sum(LENGTHS):,} tokens, 2 x 2 ranks in the box, ports of "

@@ -1,8 +1,8 @@
 """Rows of the page of the three papers: a cell of a figure as published, with the published planner, and with ``auto``.
 
 A row may have a *verdict*: ``auto`` is better than, the same as or worse than the published planner, in time, waiting,
-bytes, balance or planning. The same comparison (same batches, planner and quantity) may occur in several rows, with another
-baseline or in another figure; it is judged in the first of them, and the others refer to it.
+bytes, balance or planning. The same comparison (same batches, planner and quantity) may occur in several rows, with
+another baseline or in another figure; it is judged in the first of them, and the others refer to it.
 """
 
 from __future__ import annotations

@@ -31,17 +31,16 @@ LEGEND = (
 LIMITS = (
     "- FCP and DHP: rows are ordered by subject and have no figure numbers, because our notes on the two papers have "
     "their numbers without those of the figures; bars and curves without printed numbers were not read.",
-    "- FCP's *speed* rows leave out its strongest rival, MagiAttention, so ratios over its rivals are larger than the "
-    "published ones can be. The same rows over rings as a trainer would configure them, and over any fixed method, "
-    "show what is left over stronger baselines; there `fcp` may be below 1. Fixed methods have no limit of memory "
-    "but in *over rings*.",
+    "- FCP's *speed* rows leave out its strongest rival, MagiAttention, so ratios over its rivals are larger than over "
+    "all four. Rows over rings as a trainer would configure them, and over any fixed method, have stronger baselines, "
+    "over which `fcp` may be below 1. Fixed methods have no limit of memory except in *over rings*.",
     "- Attention rows ask for equal tokens on all ranks, and methods that deal whole documents reach that with padding "
     "that costs nothing here; `fcp` may be an eighth over the mean.",
     "- The box has 4 ranks and FCP's blocks are of 1,024 tokens there; its order says nothing about 128 GPUs.",
     "- DHP's video rows: Megatron-LM, DeepSpeed and *any fixed* use one method for the vision encoder and the language "
     "model, as users do, while `dhp` and `auto` plan each by itself; the fourth row has the best fixed method of each "
-    "part. Moving features from the encoder to the language model is counted for none of them: once a step, up to 67 "
-    "MB of a rank's 8,192 tokens in each direction. *Any fixed* deals documents by tokens, as Megatron-LM and "
+    "part. Moving features from the encoder to the language model is counted for none of them: once a step, at "
+    "most 67 MB a rank in each direction on average. *Any fixed* deals documents by tokens, as Megatron-LM and "
     "DeepSpeed do; the fourth row and the last columns also by load.",
     "- DHP's near-linear scaling: in three cases documents grow with the devices, because longer ones fit into a "
     "batch; only *libra256k cut* has the same documents on all devices.",
@@ -86,8 +85,8 @@ def dcp(rows: Sequence[Row]) -> list[str]:
         "hypergraph from scratch. Settings are read from its public code (benchmarks/papers_dcp.py): baselines have "
         "one degree for the run, chosen by the longest document of the data set; DCP has the best of its block "
         "sizes, and end to end of its two tolerances over nodes, 0.4 and 1.6; end to end a batch has as many tokens as "
-        "its longest document may have, and Megatron-LM has context parallelism over all 16 ranks. Tensor parallelism of "
-        "4 is represented by one rank four times as fast, without its collectives. Lengths are drawn from "
+        "its longest document may have, and Megatron-LM has context parallelism over all 16 ranks. Tensor parallelism "
+        "of 4 is represented by one rank four times as fast, without its collectives. Lengths are drawn from "
         "distributions like those of its data sets, not from the data sets.",
         "Published ratios of 12a are computed from the milliseconds in its artifact's reference figures (4 x 8 "
         "A100), where DCP loses on long LongAlign documents: 0.69 and 0.87 lie outside the 1.19 to 2.45 of its "
