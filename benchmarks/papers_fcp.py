@@ -160,7 +160,7 @@ def efficiency(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
                 for each in (PLANNER, "auto", ring)
             }
             known = f" (published {setting.RING[ranks]:.1%})" if ranks in setting.RING and name == "equal" else ""
-            words = f"{name}, {ranks} GPUs: efficiency against one GPU; a ring over all {value[ring]:.1%}{known}"
+            words = f"{name}, {ranks} GPUs: efficiency against one GPU; a zig-zag ring {value[ring]:.1%}{known}"
             theirs = "92.9 to 94.7 %" if name == "equal" else "not read"
             found, one = (value[PLANNER], value["auto"]), _comparison(name, ranks)
             rows.append(

@@ -29,6 +29,7 @@ LEGEND = (
 
 
 LIMITS = (
+    "- A row has one to three drawn batches and no spread: differences of a few per cent may be those of the batches.",
     "- FCP and DHP: rows are ordered by subject and have no figure numbers, because our notes on the two papers have "
     "their numbers without those of the figures; bars and curves without printed numbers were not read.",
     "- FCP's *speed* rows leave out its strongest rival, MagiAttention, so ratios over its rivals are larger than over "
@@ -128,10 +129,11 @@ def fcp(rows: Sequence[Row]) -> list[str]:
         "*Efficiency against one GPU*: the time of the same documents, whole, on one such GPU, over the number of "
         "GPUs times the time here. *Imbalance* is (max - mean) / max over ranks. In the ablation `auto` runs under "
         "the same rules; its rungs are not judged.",
-        f"**Why ratios are higher** (`fcp` {span(speed)}, published 1.13 to 2.21): MagiAttention, its strongest "
-        "rival, is left out, because its dealing simulates within 10 % of its [published rates](published.md) at 16 "
-        "and 32 GPUs, but not at 64. Among the others, `wlb` (WLB-LLM) gathers all keys over all ranks, and `hdp` "
-        "(ByteScale) sends keys to every rank that reads them, without the relays inside a node that `auto` has. "
+        f"**Why ratios are not the published ones** (`fcp` {span(speed)}, published 1.13 to 2.21): MagiAttention, "
+        "its strongest rival, is left out, because its dealing simulates within 10 % of its [published "
+        "rates](published.md) at 16 and 32 GPUs, but not at 64. Among the others, `wlb` (WLB-LLM) gathers all keys "
+        "over all ranks (a gather in smaller groups is among the fixed methods), and `hdp` (ByteScale) sends keys to "
+        "every rank that reads them, without the relays inside a node that `auto` has. "
         f"Over the best fixed method, which the paper does not have, `fcp` reaches {span(fixed)}. "
         "Equal documents have 131,072 tokens because a ring then comes nearest to the published one.",
         "**The last rung is not reproduced**: the published step gains, from 0.70 to 0.75; here MFU is "
@@ -163,12 +165,12 @@ def dhp(rows: Sequence[Row]) -> list[str]:
         "on 16 devices only. *First version*: of the preprint; later ones have other numbers.",
         f"**Why gains are not the published ones.** `dhp` reaches here, from 8 to 64 devices: {'; '.join(gains)}. "
         "Ulysses with 28 heads ends at 4 ranks, too few for a long document; over it the gain is largest. `usp`, "
-        "heads and a ring, which the paper does not compare with, is mostly the strongest fixed method: a head group "
-        "moves fewer bytes across nodes, while under `dhp` short documents that are packed with a long one inherit "
-        "its degree. A fixed degree is chosen here with all batches known and without a limit of memory; a real one "
-        "must hold the longest document of the data set. Its batches and their lengths are not published. Tokens a "
-        "second fall with more devices also because longer documents then fit into a batch, and their work grows "
-        "with the square of their length; with documents cut at the batch of 8 devices a device keeps "
+        f"heads and a ring, which the paper does not compare with, is the strongest fixed method in {_usp(rows)} "
+        "cases: a head group moves fewer bytes across nodes, while under `dhp` short documents that are packed with a "
+        "long one inherit its degree. A fixed degree is chosen here with all batches known and without a limit of "
+        "memory; a real one must hold the longest document of the data set. Its batches and their lengths are not "
+        "published. Tokens a second fall with more devices also because longer documents then fit into a batch, and "
+        "their work grows with the square of their length; with documents cut at the batch of 8 devices a device keeps "
         f"{_kept(rows)} of its tokens a second on the most devices.",
         "*Solver*: without a cap `dhp` solves for up to six memories and takes the fastest; the published 20 to 86 "
         "ms are those of its solver on their CPU. *Cost model*: its closed form for the slowest group against "
@@ -182,6 +184,12 @@ def _gain(rows: Sequence[Row], name: str, whose: str) -> str:
         row for row in rows if row.figure == "throughput" and row.part == f"over {whose}" and f", {name}, " in row.cell
     ]
     return span([row.planner for row in some if row.planner is not None])
+
+
+def _usp(rows: Sequence[Row]) -> str:
+    """Return in how many cases the best of all fixed methods is heads and a ring."""
+    best = [row.cell.partition(": step over ")[2] for row in rows if row.part == f"over {ANY}"]
+    return f"{sum(name.startswith('usp:') for name in best)} of {len(best)}"
 
 
 def _kept(rows: Sequence[Row]) -> str:
