@@ -147,23 +147,47 @@ def test_rings_hold_the_longest_document() -> None:
     assert papers_fcp.rings(8) == ["zigzag:8"]
 
 
+class ToldRuns:
+    """Runs whose times are given, by strategy."""
+
+    def __init__(self, **times: int) -> None:
+        self.times = {name.replace("_", ":"): ns for name, ns in times.items()}
+
+    def least(self, where: Any, batches: Any, names: list[str], time: Any) -> tuple[str, int]:
+        best = min(names, key=self.times.__getitem__)
+        return best, self.times[best]
+
+    def searched(self, where: Any, batches: Any) -> list[str]:
+        return ["ulysses:8"]
+
+    def over_static(self, *_: Any, also: list[str]) -> OverStatic:
+        return OverStatic(1.0, 1.0)
+
+    def run(self, where: Any, lengths: Any, name: str) -> Any:
+        return SimpleNamespace(mfu=lambda way: 1 / self.times[name], pass_ns=lambda way: self.times[name])
+
+
 def test_speed_of_fcp_is_over_rivals_rings_and_any_fixed_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Baselines get stronger from row to row among fixed methods, and the comparison is judged once."""
+    """The zig-zag ring is a rival, smaller rings and fixed methods have rows, and the comparison is judged once."""
     monkeypatch.setattr(papers_fcp, "LENGTHS", ("bimodal",))
-    monkeypatch.setattr(papers_fcp.setting, "A_GPU", 2048)
-    rows = papers_fcp.speed_ups(Runs(), (16,), 1)
-    speed = [(row, verdict) for row, verdict in zip(rows, verdicts(rows), strict=True) if row.figure == "speed"]
-    assert [row.part for row, _ in speed] == ["over its rivals", "over rings", "over any fixed"]
-    assert [verdict == "as above" for _, verdict in speed] == [False, True, True]
-    planner = [row.planner for row, _ in speed]
-    assert planner[2] is not None and planner[1] is not None and planner[2] <= planner[1]
+    monkeypatch.setattr(papers_fcp, "_evenness", lambda *_: [])
+    times = {"hdp": 30, "wlb": 40, "ring_32": 50, "zigzag_32": 20, "zigzag_16": 15, "ulysses_8": 12}
+    runs: Any = ToldRuns(fcp_4096=10, auto=8, **times)
+    rows = papers_fcp.speed_ups(runs, (32,), 1)
+    speed = [(row.part, row.planner, verdict) for row, verdict in zip(rows, verdicts(rows), strict=True)][:3]
+    assert speed == [
+        ("over its rivals", 2.0, "better"),
+        ("over rings", 1.5, "as above"),
+        ("over any fixed", 1.2, "as above"),
+    ]
+    assert [row.cell.split(": over ")[1].split(",")[0] for row in rows[:3]] == ["zigzag:32", "zigzag:16", "ulysses:8"]
 
 
 def test_rungs_of_the_ablation_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(papers_fcp, "LENGTHS", ("bimodal",))
-    monkeypatch.setattr(papers_fcp.setting, "A_GPU", 2048)
-    rows = papers_fcp.ladder(Runs(), 16)
-    assert len(rows) == len(papers_fcp.setting.ABLATION) + 2
+    runs: Any = ToldRuns(fcp_4096=10, auto=8)
+    monkeypatch.setattr(papers_fcp, "_in_layout", lambda lengths, ranks, name: runs.run(None, lengths, name))
+    rows = papers_fcp.ladder(runs, 16)
+    assert len(rows) == len(papers_fcp.LENGTHS) * (len(papers_fcp.setting.ABLATION) + 2)
     assert verdicts(rows) == ["-"] * len(rows)
 
 
