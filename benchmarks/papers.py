@@ -46,7 +46,7 @@ PAPERS = {
 
 def page(quick: bool, only: str | None = None) -> str:
     """Return the page, or the part of one paper."""
-    begin, console, runs = time.process_time(), Console(stderr=True), Runs()
+    begin, console, runs = time.process_time(), Console(stderr=True), Runs(papers_dcp.MAKERS)
     found: dict[str, list[Row]] = {}
     for name, paper in PAPERS.items():
         if only in (None, name):

@@ -5,8 +5,10 @@ The paper compares with Megatron-LM, whose context parallelism is a ring, and wi
 with one degree for the run. Here these are zig-zag rings and ``ulysses`` with the best degree for all batches together,
 documents dealt by tokens, and data parallelism outside. Ulysses can have any degree that divides the query heads, so up
 to 32 for 32 heads; 28 heads allow 2 and 4 among the powers of two. ``usp``, heads and a ring, is in neither, but is
-mostly the strongest fixed method, so a third row has it. ``qwen2.5-vl-7b`` in these rows is its language model alone
-with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on 16 devices.
+mostly the strongest fixed method, so a third row has it, and gathers of keys. ``qwen2.5-vl-7b`` in these rows is its
+language model alone with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on
+16 devices, and a fourth row over the best fixed method of each part, because planners plan encoder and language model
+apart.
 *Unbalanced* batches have one document with half of all tokens among short ones, our interpretation of the paper's
 extremely unbalanced batches, whose lengths are not published.
 """
@@ -14,11 +16,11 @@ extremely unbalanced batches, whose lengths are not published.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from flexcp.clusters import Cluster, cluster
-from flexcp.data.images import ImageBatch
+from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.planners.published.dhp import dhp, predicted_ns
@@ -28,8 +30,8 @@ from flexcp.simulator.step_parts import layers_alone
 from flexcp.simulator.training import simulate
 from papers_rows import COUNTED, MEASURED, PLANNING, SIMULATED, Row, absent, percent, whole
 from papers_runs import OverStatic, Runs, asked, step_ns
-from simulated import mean, step_of
-from vision_models import MODELS, VisionModel, part_ns, video_batch
+from simulated import cut_lengths, mean, step_of
+from vision_models import MODELS, each_part_ns, video_batch
 
 UNBALANCED = "unbalanced"
 AVERAGE = "up to 1.46 on average"
@@ -44,8 +46,7 @@ RANKS = (8, 16, 32, 64)
 A_RANK = 8192
 SOLVER = ((16, 128), (32, 256), (64, 512))
 PLANNERS = ("dhp", "auto")
-DEALT_BY_LOAD = 3
-"""How many of the fastest fixed methods of a video case are also tried with documents dealt by load."""
+ANY = "any fixed"
 
 
 def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
@@ -62,7 +63,7 @@ def fixed_methods(ranks: int) -> dict[str, list[str]]:
     degrees = [d for d in (2, 4, 8, 16, 32, 64) if d <= ranks]
     rings, ulysses = ["dp", *(f"zigzag:{d}" for d in degrees)], ["dp", *(f"ulysses:{d}" for d in degrees)]
     grids = [f"usp:{u},{d // u}" for d in degrees for u in degrees if u < d]
-    return {"Megatron-LM": rings, "DeepSpeed": ulysses, "any fixed": [*rings, *ulysses[1:], *grids]}
+    return {"Megatron-LM": rings, "DeepSpeed": ulysses, ANY: [*rings, *ulysses[1:], *grids]}
 
 
 def speed_ups(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
@@ -73,8 +74,8 @@ def speed_ups(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
             where = step_of(find_model(model), cluster("ascend910b", ranks // 8, 8))
             batches = [lengths_of(name, A_RANK * ranks, seed) for seed in range(seeds)]
             totals = {each: runs.least(where, batches, [each], step_ns)[1] for each in PLANNERS}
-            methods_here = fixed_methods(ranks)
-            static = runs.over_static(where, batches, "auto", step_ns, also=methods_here["any fixed"])
+            methods_here = with_gathers(ranks)
+            static = runs.over_static(where, batches, "auto", step_ns, also=methods_here[ANY])
             case = f"{ALONE.get(model, model)}, {name}, {ranks} devices"
             for whose, methods in methods_here.items():
                 best, least = runs.least(where, batches, methods, step_ns)
@@ -111,60 +112,117 @@ def speed_ups(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
 
 
 def _published(name: str, whose: str, ranks: int) -> str:
-    if whose == "any fixed":
+    if whose == ANY:
         return "not compared"
     first = f"; first version {FIRST_VERSION[ranks]}" if whose == "Megatron-LM" and ranks in FIRST_VERSION else ""
     return PUBLISHED[name] + first
 
 
-def video(seeds: int, ranks: int, names: Sequence[str] = tuple(MODELS)) -> list[Row]:
-    """Make the rows of a video case with encoders and the vision mask (spans that see both ways),
-    both parts under one method.
+def same_documents(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
+    """Make the rows of tokens a second with documents that do not grow with the devices: none is longer than a batch of
+    the fewest devices.
     """
-    rows, where = [], cluster("ascend910b", ranks // 8, 8)
-    for name in names:
-        model = MODELS[name]
-        batches = [video_batch(A_RANK * ranks, seed, model.window) for seed in range(seeds)]
-        fixed = fixed_methods(ranks)
-        ran = _steps(model, batches, where, dict.fromkeys([*PLANNERS, *fixed["any fixed"]]))
-        by_tokens = [each for each in fixed["any fixed"] if each in ran]
-        near = sorted(by_tokens, key=lambda each: sum(ran[each]))[:DEALT_BY_LOAD]
-        ran |= _steps(model, batches, where, [each + BY_LOAD for each in near])
-        static_names = [each for each in ran if each not in PLANNERS]
-        one = min(static_names, key=lambda each: sum(ran[each]))
-        best = [min(ran[each][b] for each in static_names) for b in range(seeds)]
-        static = OverStatic(
-            *(mean(a / b for a, b in zip(times, ran["auto"], strict=True)) for times in (best, ran[one]))
-        )
-        for whose, methods in fixed.items():
-            base = min((each for each in methods if each in ran), key=lambda each: sum(ran[each]))
-            over = [sum(ran[base]) / sum(ran[each]) for each in PLANNERS]
-            case = f"{name} with its encoder, video, {ranks} devices"
-            theirs = "up to 1.36 (first version)" if whose != "any fixed" else "not compared"
-            rows.append(
-                Row(
-                    "video",
-                    f"{case}: step over {base} ({whose})",
-                    theirs,
-                    *over,
-                    SIMULATED,
-                    static=static,
-                    comparison=case,
-                    part=f"over {whose}",
-                    batches=seeds,
-                )
+    longest, rows = A_RANK * min(counts), []
+    least: list[float] = []
+    for ranks in counts:
+        where = step_of(find_model("llama3-8b"), cluster("ascend910b", ranks // 8, 8))
+        batches = [cut_lengths(draw_lengths("libra256k", A_RANK * ranks, seed), longest) for seed in range(seeds)]
+        totals = [runs.least(where, batches, [each], step_ns)[1] for each in PLANNERS]
+        rates = [1e9 * A_RANK * seeds / total for total in totals]
+        least = least or rates
+        kept = [rate / first for rate, first in zip(rates, least, strict=True)]
+        name = f"libra256k cut at {longest:,}"
+        words = f"llama3-8b, {name} tokens, {ranks} devices: tokens a second a device, {kept[0]:.0%} (`auto` "
+        words += f"{kept[1]:.0%}) of those on {min(counts)}"
+        rows.append(
+            Row(
+                "scaling",
+                words,
+                "near-linear",
+                *rates,
+                SIMULATED,
+                show=whole,
+                aspect=None,
+                part=name,
+                batches=seeds,
             )
+        )
     return rows
 
 
-def _steps(
-    model: VisionModel, batches: Sequence[ImageBatch], where: Cluster, methods: Iterable[str]
-) -> dict[str, list[int]]:
-    """Return the nanoseconds of encoder and language model together in every batch,
-    for methods that accept all batches.
+def with_gathers(ranks: int) -> dict[str, list[str]]:
+    """Return :func:`fixed_methods` with gathers of keys among those of no framework."""
+    found = fixed_methods(ranks)
+    gathers = [each.replace("zigzag", "allgather") for each in found["Megatron-LM"] if each.startswith("zigzag")]
+    return found | {ANY: [*found[ANY], *gathers]}
+
+
+Parts = dict[str, list[tuple[int | None, int | None]]]
+"""Nanoseconds of the encoder and the language model in every batch by method, None where it refuses."""
+
+
+def video(seeds: int, ranks: int, names: Sequence[str] = tuple(MODELS)) -> list[Row]:
+    """Make the rows of a video case with encoders and the vision mask (spans that see both ways): over fixed methods
+    that both parts share, and over the best fixed method of each part.
     """
-    found = {each: [part_ns(model, batch, where, each) for batch in batches] for each in methods}
-    return {each: [sum(parts) for parts in of if parts] for each, of in found.items() if None not in of}
+    rows, where, fixed = [], cluster("ascend910b", ranks // 8, 8), with_gathers(ranks)
+    static_names = [*fixed[ANY], *(each + BY_LOAD for each in fixed[ANY])]
+    for name in names:
+        model, case = MODELS[name], f"{name} with its encoder, video, {ranks} devices"
+        batches = [video_batch(A_RANK * ranks, seed, model.window) for seed in range(seeds)]
+        parts = {
+            each: [each_part_ns(model, batch, where, each) for batch in batches]
+            for each in dict.fromkeys([*PLANNERS, *static_names])
+        }
+        ran = _whole_steps(parts)
+        shared = [ran[each] for each in static_names if each in ran]
+        static = _over_static(shared, ran["auto"])
+        how: dict[str, Any] = {"comparison": case, "batches": seeds}
+        for whose, methods in fixed.items():
+            base = min((each for each in methods if each in ran), key=lambda each: sum(ran[each]))
+            over = [sum(ran[base]) / sum(ran[each]) for each in PLANNERS]
+            theirs = "up to 1.36 (first version)" if whose != ANY else "not compared"
+            words = f"{case}: step over {base} ({whose})"
+            rows.append(Row("video", words, theirs, *over, SIMULATED, static=static, part=f"over {whose}", **how))
+        rows.append(_over_each_part(case, parts, ran, static_names, how))
+    return rows
+
+
+def _over_each_part(
+    case: str, parts: Parts, ran: Mapping[str, Sequence[int]], static_names: Sequence[str], how: dict[str, Any]
+) -> Row:
+    """Make the row over the fixed method that is best for the encoder and the one that is best for the language model,
+    each with documents dealt by tokens or by load.
+    """
+    base, best = [], []
+    for part in range(2):
+        times = {
+            each: [ns for batch in parts[each] if (ns := batch[part]) is not None]
+            for each in static_names
+            if all(batch[part] is not None for batch in parts[each])
+        }
+        base.append(min(times, key=lambda each: sum(times[each])))
+        best.append((times[base[-1]], [min(of_batch) for of_batch in zip(*times.values(), strict=True)]))
+    one, each_batch = ([sum(both) for both in zip(*steps, strict=True)] for steps in zip(*best, strict=True))
+    over = [sum(one) / sum(ran[each]) for each in PLANNERS]
+    static = OverStatic(*(mean(a / b for a, b in zip(steps, ran["auto"], strict=True)) for steps in (each_batch, one)))
+    words = f"{case}: step over {base[0]} in the encoder and {base[1]} in the language model"
+    return Row("video", words, "not compared", *over, SIMULATED, static=static, part="over one fixed a part", **how)
+
+
+def _over_static(shared: Sequence[Sequence[int]], auto: Sequence[int]) -> OverStatic:
+    """Return ``auto``'s speed-ups over fixed methods that both parts share, from the times of each in every batch."""
+    best = [min(of_batch) for of_batch in zip(*shared, strict=True)]
+    one = min(shared, key=sum)
+    return OverStatic(*(mean(a / b for a, b in zip(steps, auto, strict=True)) for steps in (best, one)))
+
+
+def _whole_steps(parts: Parts) -> dict[str, list[int]]:
+    """Return the nanoseconds of encoder and language model together in every batch,
+    for methods that accept both parts of all batches.
+    """
+    found = {each: [a + b for a, b in of if a is not None and b is not None] for each, of in parts.items()}
+    return {each: steps for each, steps in found.items() if len(steps) == len(parts[each])}
 
 
 def solver(runs: Runs, cases: Sequence[tuple[int, int]] = SOLVER) -> list[Row]:
@@ -241,6 +299,7 @@ def rows(quick: bool, runs: Runs) -> list[Row]:
     counts, seeds = ((8, 64), 1) if quick else (RANKS, 2)
     return [
         *speed_ups(runs, seeds, counts),
+        *same_documents(runs, seeds, counts),
         *video(seeds, 16, ("Qwen2.5-VL 7B",) if quick else tuple(MODELS)),
         *solver(runs),
         *cost_model(runs, counts, seeds),

@@ -1,8 +1,8 @@
 """Rows of the page of the three papers: a cell of a figure as published, with the published planner, and with ``auto``.
 
-A row may have a *verdict*: ``auto`` is better than, the same as or worse than the published planner, in time, bytes,
-balance or planning. The same comparison (same batches, planner and quantity) may occur in several rows, with another
-baseline or in another figure; it is judged in the first of them, and the others refer to it.
+A row may have a *verdict*: ``auto`` is better than, the same as or worse than the published planner, in time, waiting,
+bytes, balance or planning. The same comparison (same batches, planner and quantity) may occur in several rows, with
+another baseline or in another figure; it is judged in the first of them, and the others refer to it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HEADS = (
 SAME = 0.05
 """Two values are the same if they differ by no more than this share."""
 SIMULATED, MEASURED, COUNTED = "simulated", "measured", "counted in plans"
-TIME, BYTES, BALANCE, PLANNING = "time", "bytes", "balance", "planning"
-ASPECTS = (TIME, BYTES, BALANCE, PLANNING)
+TIME, WAITING, BYTES, BALANCE, PLANNING = "time", "waiting", "bytes", "balance", "planning"
+ASPECTS = (TIME, WAITING, BYTES, BALANCE, PLANNING)
 """The quantities that a verdict may be about."""
 NONE, AGAIN = "-", "as above"
 """No verdict, and a verdict given in an earlier row of the same comparison."""

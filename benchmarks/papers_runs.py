@@ -10,7 +10,7 @@ which a user would configure. Both deal documents to their groups by tokens or b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, attention_only, common_degree, planned
@@ -21,6 +21,7 @@ from flexcp.simulator.training import Simulation, simulate
 from simulated import Experiment, mean
 
 Time = Callable[[Simulation], int]
+Maker = Callable[[Request], Plan]
 
 
 class Planned(NamedTuple):
@@ -38,9 +39,10 @@ class OverStatic(NamedTuple):
 
 
 class Runs:
-    """The plans and simulations of one page."""
+    """The plans and simulations of one page; ``makers`` make the plans of names that are no strategies."""
 
-    def __init__(self) -> None:
+    def __init__(self, makers: Mapping[str, Maker] | None = None) -> None:
+        self._makers = dict(makers or {})
         self._plans: dict[Hashable, Planned | None] = {}
         self._simulations: dict[Hashable, Simulation | None] = {}
         self._searched: dict[Hashable, list[str]] = {}
@@ -51,7 +53,8 @@ class Runs:
         if key not in self._plans:
             begin = time.process_time()
             try:
-                plan = planned(asked(where, lengths, mask), name, search=False)[1]
+                request = asked(where, lengths, mask)
+                plan = self._makers[name](request) if name in self._makers else planned(request, name, search=False)[1]
                 self._plans[key] = Planned(plan, time.process_time() - begin)
             except Refused:
                 self._plans[key] = None

@@ -94,15 +94,29 @@ def part_ns(
     model: VisionModel, batch: ImageBatch, where: Cluster, strategy: str, both_ways: bool = True
 ) -> tuple[int, int] | None:
     """Return the simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``;
-    None if it refuses.
+    None if it refuses either.
     """
-    found = []
-    for request, preset in requests_of(model, batch, where, both_ways):
-        try:
-            plan = planned(request, strategy, search=False)[1]
-        except Refused:
-            return None
-        step = simulate(plan, training=Training(preset)).step
-        assert step is not None
-        found.append(step.total_ns)
-    return found[0], found[1]
+    encoder, language = each_part_ns(model, batch, where, strategy, both_ways)
+    return None if encoder is None or language is None else (encoder, language)
+
+
+def each_part_ns(
+    model: VisionModel, batch: ImageBatch, where: Cluster, strategy: str, both_ways: bool = True
+) -> tuple[int | None, int | None]:
+    """Return the simulated nanoseconds of a step of the encoder and of the language model under ``strategy``,
+    None for a part that it refuses.
+    """
+    encoder, language = (
+        _step_ns(request, preset, strategy) for request, preset in requests_of(model, batch, where, both_ways)
+    )
+    return encoder, language
+
+
+def _step_ns(request: Request, preset: Preset, strategy: str) -> int | None:
+    try:
+        plan = planned(request, strategy, search=False)[1]
+    except Refused:
+        return None
+    step = simulate(plan, training=Training(preset)).step
+    assert step is not None
+    return step.total_ns

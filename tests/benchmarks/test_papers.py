@@ -5,18 +5,24 @@ every row has its cells.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import papers
 import papers_dcp
 import papers_dhp
 import papers_fcp
+import papers_reshuffle
 from flexcp.clusters import cluster
+from flexcp.compare.compare import planned
+from flexcp.cost import PEAK_PERMILLE
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import StepTime
 from papers_rows import BYTES, HEADS, PLANNING, Row, absent, counts, percent, verdicts
 from papers_runs import OverStatic, Runs, attention_ns
 from papers_summary import summary, told
@@ -129,8 +135,123 @@ def test_ulysses_has_any_degree_that_divides_the_heads() -> None:
         assert ran == {d for d in (2, 4, 8, 16, 32, 64) if d <= most}
 
 
-def test_no_ratio_is_over_magiattention() -> None:
-    assert not any("minheap" in rival for rival in papers_fcp.RIVALS)
+def test_no_ratio_is_over_magiattention_and_both_rings_over_all_gpus_are_rivals() -> None:
+    """The scaling rows of FCP have the zig-zag ring, so its speed rows may not do without."""
+    found = papers_fcp.rivals(64)
+    assert not any("minheap" in rival for rival in found)
+    assert {"hdp", "wlb", "ring:64", "zigzag:64"} == set(found)
+
+
+def test_rings_hold_the_longest_document() -> None:
+    assert papers_fcp.rings(16) == ["zigzag:16"] and papers_fcp.rings(64) == ["zigzag:16", "zigzag:32", "zigzag:64"]
+    assert papers_fcp.rings(8) == ["zigzag:8"]
+
+
+class ToldRuns:
+    """Runs whose times are given, by strategy."""
+
+    def __init__(self, **times: int) -> None:
+        self.times = {name.replace("_", ":"): ns for name, ns in times.items()}
+
+    def least(self, where: Any, batches: Any, names: list[str], time: Any) -> tuple[str, int]:
+        best = min(names, key=self.times.__getitem__)
+        return best, self.times[best]
+
+    def searched(self, where: Any, batches: Any) -> list[str]:
+        return ["ulysses:8"]
+
+    def over_static(self, *_: Any, also: list[str]) -> OverStatic:
+        return OverStatic(1.0, 1.0)
+
+    def run(self, where: Any, lengths: Any, name: str) -> Any:
+        return SimpleNamespace(mfu=lambda way: 1 / self.times[name], pass_ns=lambda way: self.times[name])
+
+
+def test_speed_of_fcp_is_over_rivals_rings_and_any_fixed_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zig-zag ring is a rival, smaller rings and fixed methods have rows, and the comparison is judged once."""
+    monkeypatch.setattr(papers_fcp, "LENGTHS", ("bimodal",))
+    monkeypatch.setattr(papers_fcp, "_evenness", lambda *_: [])
+    times = {"hdp": 30, "wlb": 40, "ring_32": 50, "zigzag_32": 20, "zigzag_16": 15, "ulysses_8": 12}
+    runs: Any = ToldRuns(fcp_4096=10, auto=8, **times)
+    rows = papers_fcp.speed_ups(runs, (32,), 1)
+    speed = [(row.part, row.planner, verdict) for row, verdict in zip(rows, verdicts(rows), strict=True)][:3]
+    assert speed == [
+        ("over its rivals", 2.0, "better"),
+        ("over rings", 1.5, "as above"),
+        ("over any fixed", 1.2, "as above"),
+    ]
+    assert [row.cell.split(": over ")[1].split(",")[0] for row in rows[:3]] == ["zigzag:32", "zigzag:16", "ulysses:8"]
+
+
+def test_rungs_of_the_ablation_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: Any = ToldRuns(fcp_4096=10, auto=8)
+    monkeypatch.setattr(papers_fcp, "_in_layout", lambda lengths, ranks, name: runs.run(None, lengths, name))
+    rows = papers_fcp.ladder(runs, 16)
+    assert len(rows) == len(papers_fcp.LENGTHS) * (len(papers_fcp.setting.ABLATION) + 2)
+    assert verdicts(rows) == ["-"] * len(rows)
+
+
+def test_a_fixed_method_of_each_part_is_no_slower_than_one_for_both() -> None:
+    """A method that refuses the language model may still be the encoder's."""
+    parts: papers_dhp.Parts = {
+        "dhp": [(4, 6), (4, 6)],
+        "auto": [(3, 5), (3, 5)],
+        "a": [(4, 9), (4, 9)],
+        "b": [(9, 6), (9, 6)],
+        "c": [(2, None), (3, None)],
+        "d": [(1, 1), (None, None)],
+    }
+    ran = papers_dhp._whole_steps(parts)
+    assert ran == {"dhp": [10, 10], "auto": [8, 8], "a": [13, 13], "b": [15, 15]}
+    row = papers_dhp._over_each_part("case", parts, ran, ["a", "b", "c", "d"], {})
+    assert "over c in the encoder and b in the language model" in row.cell
+    assert (row.planner, row.auto) == (17 / 20, 17 / 16)
+    assert row.static == OverStatic((8 + 9) / 16, (8 + 9) / 16)
+
+
+def test_waiting_is_of_all_ranks_and_of_the_slowest() -> None:
+    """A rank that is done early waits for the slowest: 30 % and 40 % of its step here."""
+    ranks = np.array([[70, 40], [30, 20], [0, 0], [0, 20]])
+    step = StepTime(100, 70, 30, 0, 0, ranks)
+    found: Any = SimpleNamespace(step=step)
+    assert papers_dcp.waiting_share(found) == pytest.approx((30 + 20 + 20) / 2 / 100)
+    assert papers_dcp.slowest_share(found) == 0.3
+
+
+def boxed(layout: str, part: str, planner: float, auto: float) -> Row:
+    return Row("reshuffle", layout, "-", planner, auto, "how", False, part=f"{layout}, {part}")
+
+
+def test_the_text_on_the_box_says_where_the_order_is_reversed() -> None:
+    free, kept = papers_reshuffle.FREE, papers_reshuffle.CONTIGUOUS
+    measured, simulated = papers_reshuffle.BOX, papers_reshuffle.BOX_SIMULATED
+    rows = [boxed(free, measured, 10, 9), boxed(kept, measured, 10, 15)]
+    assert papers_reshuffle.order(rows) == ""
+    rows += [boxed(free, simulated, 10, 8), boxed(kept, simulated, 10, 9)]
+    text = papers_reshuffle.order(rows)
+    assert f"0.90 with {free} (simulated 0.80) and 1.50 with {kept} (simulated 0.90)" in text
+    assert text.endswith(f"With {kept} the order is the reverse of the simulated one.")
+    rows[1] = boxed(kept, measured, 10, 9.5)
+    assert papers_reshuffle.order(rows).endswith("The order is the simulated one.")
+
+
+def test_planners_are_told_the_speed_at_which_the_box_is_paced() -> None:
+    where = papers_reshuffle.machine()
+    assert where.gflops * PEAK_PERMILLE[papers_reshuffle.DTYPE] / 1000 == papers_reshuffle.GFLOPS
+
+
+def test_a_maker_makes_the_plan_of_a_name_that_is_no_strategy() -> None:
+    where, lengths = papers_fcp._where(8), draw_lengths("web", 8 * 2048, 0)
+    runs = Runs({"ours": lambda request: planned(request, "zigzag:8", search=False)[1]})
+    ours, theirs = runs.plan(where, lengths, "ours"), runs.plan(where, lengths, "zigzag:8")
+    assert ours is not None and theirs is not None and ours.plan.hash == theirs.plan.hash
+
+
+def test_dcp_has_both_tolerances_of_its_code_end_to_end() -> None:
+    for cap in (16_384, 65_536, 131_072):
+        found = papers_dcp.blocks_of(cap)
+        assert set(found) - set(papers_dcp.MAKERS) == {name for name in found if "within" not in name}
+        assert len(found) == 2 * len({name.split()[0] for name in found})
 
 
 def test_plans_are_made_once_and_static_baselines_are_of_the_batch_and_of_the_run() -> None:

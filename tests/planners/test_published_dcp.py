@@ -25,6 +25,7 @@ from flexcp.planner import Planner
 from flexcp.planners.hypergraph.model import make_tiling
 from flexcp.planners.hypergraph.mt_kahypar import initialised
 from flexcp.planners.hypergraph.partition import Partition
+from flexcp.planners.published.dcp import NODE_TOLERANCE, RANK_TOLERANCE, TOKEN_SHARES, dcp, placed_within
 from flexcp.planners.request import Request
 from flexcp.planners.strategies import STRATEGIES, find_strategy
 from flexcp.schedule.transfers import make_plan
@@ -60,6 +61,17 @@ def test_cuts_from_nothing_and_not_from_blocks(monkeypatch: pytest.MonkeyPatch) 
     plan = planned()
     assert 0 < plan.bytes().sum() < planned("zigzag").bytes().sum()
     assert imbalance(plan.work()) < 2 and imbalance(plan.placement.tokens) < 2
+
+
+def test_the_better_balanced_of_two_foldings_is_kept() -> None:
+    """With one folding the placement is that folding's, so that its time can be measured alone."""
+    request = Request(make_batch(LENGTHS, causal()), Shape(8, 2, 64, 64), cluster("a100", 2, 4), CostModel(), "256")
+    alone = [placed_within(request, NODE_TOLERANCE, RANK_TOLERANCE, (share,)) for share in TOKEN_SHARES]
+    plans = [make_plan(each, request.shape, request.cluster, request.cost, "dcp") for each in alone]
+    worst = [max(imbalance(plan.work()), imbalance(plan.placement.tokens)) for plan in plans]
+    kept = make_plan(dcp(request), request.shape, request.cluster, request.cost, "dcp")
+    assert plans[0].hash != plans[1].hash
+    assert kept.hash == plans[worst.index(min(worst))].hash
 
 
 def test_tiles_may_run_away_from_their_tokens() -> None:

@@ -23,6 +23,7 @@ inside: plans are made once and shared. Seconds, and the package of `hypergraph`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ from flexcp.planners.token_runs import check_cap
 Ints = NDArray[np.int64]
 NODE_TOLERANCE, RANK_TOLERANCE = 0.4, 0.1
 TOKEN_SHARES = (1, 64)
-"""How many times as much as all work all tokens weigh."""
+"""How many times as much as all work all tokens weigh: equal shares, and as in DCP's code, where tokens decide."""
 SEED = 0
 
 
@@ -51,15 +52,17 @@ def dcp(request: Request) -> Placement:
     return placed_within(request, NODE_TOLERANCE, RANK_TOLERANCE)
 
 
-def placed_within(request: Request, node_tolerance: float, rank_tolerance: float) -> Placement:
-    """The placement of :func:`dcp` with other tolerances."""
+def placed_within(
+    request: Request, node_tolerance: float, rank_tolerance: float, token_shares: Sequence[int] = TOKEN_SHARES
+) -> Placement:
+    """The placement of :func:`dcp` with other tolerances, or with fewer ways to weigh tokens against work."""
     size = whole_number(request.argument, "dcp", "tokens in a block", 1024)
     refuse_layout(request, "dcp")
     refuse_tolerances(request)
     partitioner("dcp")
     start = _on_one_rank(request)
     whole = Partition(make_tiling(request, start, size), start)
-    found = [_cut(request, whole, share, node_tolerance, rank_tolerance) for share in TOKEN_SHARES]
+    found = [_cut(request, whole, share, node_tolerance, rank_tolerance) for share in token_shares]
     partition = min(found, key=lambda one: max(imbalance(one.loads), imbalance(one.tokens)))
     placement = placement_of(request, start, partition)
     check_cap(placement.runs, request.max_tokens_per_rank)
