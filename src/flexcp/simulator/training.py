@@ -96,6 +96,7 @@ class Simulation:
 
     @cached_property
     def _bounds(self) -> list[tuple[Bounds, Bounds]]:
+        """The bounds of one layer of each mask, (forward, backward)."""
         plan = self.plan
         way = [(plan.batch, m, plan.shape, plan.cluster, self.cost) for m in range(len(self.passes))]
         return [(pass_bounds(*w, False), pass_bounds(*w, True)) for w in way]
@@ -129,6 +130,7 @@ class Simulation:
 
     @cached_property
     def _useful(self) -> list[int]:
+        """The pairs x query heads of each mask in one layer."""
         return [int(self.plan.work(m).sum()) for m in range(len(self.passes))]
 
     @property
