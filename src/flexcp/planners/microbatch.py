@@ -130,9 +130,11 @@ class _MicroBatches:
                 return
 
     def _emptied(self, fullest: int, other: int, pairs: bool) -> bool:
-        """Do the exchange with the lowest price that makes ``fullest`` less full; return False if there is none.
+        """Do the exchange with the lowest price after which neither micro-batch is as much too full as ``fullest`` is
+        now.
 
-        The price is the larger load of the two afterwards, plus ``TOO_MANY`` average tokens for each token too many.
+        Return False if there is none. The price is the larger load of the two afterwards, plus the load of ``TOO_MANY``
+        average tokens for each token too many.
         """
         grows, after, do = self._exchanges(fullest, other, pairs)
         over = np.maximum(0, np.maximum(-self.room[fullest] - grows, grows - self.room[other]))

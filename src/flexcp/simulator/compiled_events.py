@@ -174,7 +174,7 @@ def foresee(r, rank, events):
 
 @compiled_leaf
 def change_pace(r, change, now, rank, pace, events):
-    """Note that a chunk of rank ``r`` starts (``change`` +1) or ends (-1), and adapt the end of the rank's compute."""
+    """Note that a chunk of rank ``r`` starts (``change`` +1) or ends (-1), and update when the rank's compute ends."""
     before = rank[r, UNDER_WAY]
     rank[r, UNDER_WAY] += change
     slow = pace[SLOW, r, rank[r, SLOT]]

@@ -190,7 +190,7 @@ def team_sizes(request: Request) -> list[int]:
 
 def searched_settings(request: Request) -> list[str]:
     """Return the arguments that ``auto`` tries: the sizes of :func:`team_sizes` with all settings, and on several nodes
-    also teams of one rank.
+    also teams of one rank, if no document needs more than ``FEW_RANKS`` ranks.
 
     Documents that need few ranks move the fewest bytes when cut by rows. Documents that need many move fewer in teams.
     """
