@@ -78,8 +78,7 @@ class Request:
 
     @property
     def token_cap(self) -> int | None:
-        """The most document tokens that a rank may keep, None for no limit; a multiple of ``pad_to`` with equal tokens.
-        """
+        """The most document tokens a rank may keep, None for no limit; a multiple of ``pad_to`` with equal tokens."""
         cap = self.max_tokens_per_rank
         if cap is None or not self.equal_tokens:
             return cap

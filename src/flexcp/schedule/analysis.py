@@ -56,8 +56,7 @@ class PassAnalysis(NamedTuple):
 
 
 class MaskAnalysis(NamedTuple):
-    """One mask: what ranks read from others, whether they keep the received keys for the backward, and both directions.
-    """
+    """One mask: what ranks read from others, whether they keep received keys for the backward, and both directions."""
 
     needs: Needs
     keys_kept: bool

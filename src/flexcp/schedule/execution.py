@@ -175,8 +175,7 @@ def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel
 
 
 def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
-    """Return ``[rank, slot]`` in nanoseconds: own work first, the work of each input stage in its slot, held work last.
-    """
+    """Return ``[rank, slot]`` in nanoseconds: own work first, then the work of each input stage, held work last."""
     number = stages.number
     begin = 0 if program.keys_kept else 1
     found = np.zeros((len(number), max(program.stages, begin + stages.borders.shape[1] - 1)), np.int64)

@@ -185,7 +185,6 @@ def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
 
 
 def ports_ns(size: Ints, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return the time of ``size[across nodes, rank]`` bytes through each rank's two ports, which work at the same time.
-    """
+    """Return the time of ``size[across nodes, rank]`` bytes through each rank's two ports, which work in parallel."""
     inside = cost.link_ns(size[0], cluster.intra_mbps)
     return inside if cluster.nodes == 1 else np.maximum(inside, cost.link_ns(size[1], cluster.inter_mbps))

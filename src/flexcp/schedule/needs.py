@@ -112,8 +112,7 @@ def _pieces(placement: Placement, reads: _Reads) -> Pieces:
 
 
 def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, partial: Ints, borders: Ints) -> Ints:
-    """Return the columns of pieces, with pieces of the same tokens in adjacent elementary head ranges joined into one.
-    """
+    """Return the columns of pieces, with pieces of the same tokens in adjacent elementary head ranges joined."""
     order = np.lexsort((head, partial, stop, start, owner, rank))
     columns = np.stack([rank, owner, start, stop, head, partial])[:, order]
     same = np.all(columns[[0, 1, 2, 3, 5], 1:] == columns[[0, 1, 2, 3, 5], :-1], axis=0)

@@ -267,8 +267,7 @@ def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: 
 
 
 def _hops_ns(moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> tuple[Ints, Ints, Ints]:
-    """Return the time of one hop of keys, of gradients and of both together, for the slowest link of each rank's group.
-    """
+    """Return the time of one hop of keys, of gradients and of both together, for the slowest link of a rank's group."""
     hops = np.maximum(rings.positions - 1, 1)
     keys, grads = (through_ports(flows, cluster).received for flows in (moves.kv_hops, moves.dkv_hops))
     found = []

@@ -105,8 +105,7 @@ def _pairs_of_each(placement: Placement, mask: LayerMask, regions: Regions, ring
 
 
 def _runs_seen(cuts: Cuts, homes: Homes) -> Ints:
-    """Return how many runs of ring positions the keys of each slice lie in, which is at least the number of positions.
-    """
+    """Return how many runs of ring positions the keys of each slice lie in, at least the number of positions."""
     start, stop = np.sort(homes.start), np.sort(homes.stop)
     first, last = cuts.begin + cuts.slices[:, K0], cuts.begin + cuts.slices[:, K1]
     return np.searchsorted(start, last) - np.searchsorted(stop, first, side="right")

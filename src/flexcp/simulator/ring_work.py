@@ -59,8 +59,7 @@ def find_slots(
 
 
 def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[Ints, Ints, Ints]:
-    """Return three tables ``[rank, slot]``: work (pairs with row tiles, x query heads), pairs x query heads, kernels.
-    """
+    """Return three tables ``[rank, slot]``: pairs and row tiles x query heads, pairs x query heads, kernels."""
     from flexcp.simulator.compiled_ring_slots import lay_hops  # compiled: only simulations need Numba
 
     leader, member = counts.seats.leader, counts.seats.member

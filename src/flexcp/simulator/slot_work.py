@@ -155,8 +155,7 @@ def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:
 
 
 def _numbered(labels: Ints) -> tuple[Ints, Ints]:
-    """Return (the distinct labels in ascending order, the number of each label among them); labels are small integers.
-    """
+    """Return (the distinct labels in ascending order, the number of each among them); labels are small integers."""
     found = np.flatnonzero(np.bincount(labels))
     number = np.zeros(int(labels.max(initial=0)) + 1, np.int64)
     number[found] = np.arange(len(found))

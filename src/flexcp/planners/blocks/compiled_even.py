@@ -109,8 +109,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
 
 @compiled
 def make_units(work, targets):
-    """Return (units, still without room; which rows of ``work`` are fixed, that is, whole items on a rank of a team).
-    """
+    """Return (units, still without room; which rows of ``work`` are fixed: whole items on a rank of a team)."""
     ranks = len(targets)
     units = Units(np.arange(ranks), np.ones(ranks, np.int64), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64))
     for i in range(len(work)):

@@ -247,8 +247,7 @@ def rows_of_part(search, item, to, part):
 
 @compiled_inline
 def learn_part(search, i, here, part, lo, hi):
-    """Note what is the same for most bins: what the worst bin saves, and what a bin without this document would fetch.
-    """
+    """Note what is equal for most bins: what the worst bin saves, and what a bin without the document would fetch."""
     table, known, item = search.table, search.known, item_at(search.table.items, i)
     stay_lo, stay_hi = (item.lo, lo) if lo > item.lo else (hi, item.hi)
     table.ranges[0, 0], table.ranges[0, 1] = lo, hi

@@ -233,8 +233,7 @@ def spans_of_tree(rows, count, reads, d, spans):
 
 @compiled_leaf
 def fetched(rows, count, owned, kept, reads, d, spans):
-    """Return how many keys the rows ``rows[:count]`` of a document read that are not among the rows ``owned[:kept]``.
-    """
+    """Return how many keys the rows ``rows[:count]`` of a document read that are not among ``owned[:kept]``."""
     read = (rows, count, reads, d, spans)
     found = spans_of_tree(*read) if reads.nested[d] else spans_of_slices(*read)
     total, reach = 0, -1

@@ -42,8 +42,7 @@ def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int
 
 
 def level_rows(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (rank, start, stop) of what ranks keep, with tokens moved from ranks above their limit to ranks below it.
-    """
+    """Return (rank, start, stop) of what ranks keep, with tokens moved from ranks above their limit to others."""
     from flexcp.planners.blocks import compiled_level
 
     counts = np.zeros(len(limits), np.int64)

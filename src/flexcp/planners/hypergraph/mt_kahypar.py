@@ -107,8 +107,7 @@ def _weights(search: Search, part_of: Ints, movable: Bools, shares: tuple[int, i
 def _improved(
     nets: list[list[int]], prices: list[int], weights: list[int], most: list[int], part: list[int], seed: int
 ) -> Ints:
-    """Return the part of each vertex after one V-cycle from ``part``; a part holds at most its ``most`` of the weights.
-    """
+    """Return the part of each vertex after one V-cycle from ``part``; a part holds at most its ``most`` of weights."""
     import mtkahypar
 
     presets, mt = mtkahypar.PresetType, partitioner()

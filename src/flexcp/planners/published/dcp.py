@@ -100,8 +100,7 @@ def _on_one_rank(request: Request) -> Placement:
 
 
 def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: float, share: int) -> Ints:
-    """Return the part of each vertex of ``mine``, and 0 for all others; blocks that ``mine`` only reads have no weight.
-    """
+    """Return the part of each vertex of ``mine``, and 0 for others; blocks that ``mine`` only reads have no weight."""
     found = np.zeros(len(mine), np.int64)
     count = len(tiling.blocks)
     taking_part = mine.copy()

@@ -50,8 +50,7 @@ MEMORY_EIGHTHS = (9, 10, 12, 16, 24)
 
 
 def dhp(request: Request) -> Placement:
-    """Place a batch as DHP does: documents in atomic groups, each with the degree that makes the slowest group fastest.
-    """
+    """Place a batch as DHP does: documents in atomic groups, each with the degree that makes the slowest fastest."""
     refuse_layout(request, "dhp")
     refuse_tolerances(request)
     _, groups, degrees = _fastest(request)
@@ -65,8 +64,7 @@ def dhp(request: Request) -> Placement:
 
 
 def predicted_ns(request: Request) -> int:
-    """Return the time of the slowest group in the layers of a step by DHP's cost model, for the groups of :func:`dhp`.
-    """
+    """Return the time of the slowest group in a step's layers by DHP's cost model, for the groups of :func:`dhp`."""
     return _fastest(request)[0]
 
 

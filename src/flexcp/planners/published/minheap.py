@@ -41,8 +41,7 @@ def minheap(request: Request) -> Placement:
 
 
 def _dealt_equally(area: Ints, ranks: int) -> Ints:
-    """Return the rank of each chunk: heaviest first to the rank with the least area among those that may take one more.
-    """
+    """Return the rank of each chunk: heaviest first to the rank with the least area of those that may take one more."""
     each, extra = divmod(len(area), ranks)
     heap = [(0, r) for r in range(ranks)]
     count = [0] * ranks
