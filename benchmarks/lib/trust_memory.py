@@ -30,7 +30,9 @@ from flexcp.plan.plan import Plan
 from lib.trust_ranks import Row, Setting, attempted, on_ranks, synchronize
 
 WITHIN = 0.05
+"""The largest relative error of a prediction that passes."""
 FULL = 0.95
+"""The part of the cap that batches are made to fill."""
 MIB = 1 << 20
 
 
@@ -47,6 +49,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _on_one(setting: Setting, lengths: list[int], heads: int, kv_heads: int) -> Row:
+    """Return the row of one case on a single rank."""
     planner = flexcp.Planner(heads, kv_heads, 128, dtype=setting.dtype, cluster=setting.cluster(1), strategy="dp")
     return measured(None, planner(lengths), setting.device)
 
@@ -65,11 +68,13 @@ def _on_several(setting: Setting, ranks: int, cases: list[tuple[str, str, list[i
 
 
 def _planner(setting: Setting, ranks: int, strategy: str) -> flexcp.Planner:
+    """Return a planner for this many ranks, with fewer heads if sizes are small."""
     heads = (4, 1) if setting.small else (32, 8)
     return flexcp.Planner(*heads, 128, dtype=setting.dtype, cluster=setting.cluster(ranks), strategy=strategy)
 
 
 def _measured_all(group: dist.ProcessGroup, plans: list[Plan], device: str) -> list[Row]:
+    """Return what :func:`measured` finds for each plan on this rank."""
     return [measured(group, plan, device) for plan in plans]
 
 
@@ -165,6 +170,7 @@ def _filling(setting: Setting, rng: random.Random, limit: int) -> Plan:
 
 
 def _layer(step: Step, device: str) -> None:
+    """Run attention forward and backward once."""
     (q, k, v), do = _tensors(step, device)
     out = flexcp.attention(q, k, v, step)
     assert isinstance(out, Tensor)
@@ -172,6 +178,7 @@ def _layer(step: Step, device: str) -> None:
 
 
 def _tensors(step: Step, device: str) -> tuple[list[Tensor], Tensor]:
+    """Return ([q, k, v], gradient of the output) with random values for this rank."""
     shape, tokens = step.plan.shape, step.local_tokens
     assert len(step.indices) == tokens  # unread indices would make attention warn
     options: dict[str, Any] = {"device": device, "dtype": getattr(torch, shape.dtype)}
@@ -182,6 +189,7 @@ def _tensors(step: Step, device: str) -> tuple[list[Tensor], Tensor]:
 
 
 def _peak(step: Step, device: str) -> int | None:
+    """Return the peak bytes of the allocator during one layer, beyond what was allocated before; None on a CPU."""
     if device != "cuda":
         _layer(step, device)
         return None
@@ -217,6 +225,7 @@ def _meet(group: dist.ProcessGroup | None) -> None:
 
 
 def _one_rank_cases(small: bool) -> list[tuple[str, list[int], int, int]]:
+    """Return (name, lengths, query heads, KV heads) of the cases on one rank."""
     if small:
         return [("one document", [200], 4, 1), ("packed web documents", parse_lengths("web:256:0"), 4, 1)]
     found = [(f"one document of {n:,}", [n], 32, 8) for n in (8192, 32_768, 131_072)]
@@ -225,6 +234,7 @@ def _one_rank_cases(small: bool) -> list[tuple[str, list[int], int, int]]:
 
 
 def _several_rank_cases(small: bool) -> list[tuple[str, str, list[int]]]:
+    """Return (name, strategy, lengths) of the cases on several ranks."""
     tokens = 128 if small else 16_384
     web = parse_lengths(f"web:{tokens}:0")
     return [("one document", name, [tokens]) for name in ("ring", "allgather")] + [("web documents", "blocks", web)]

@@ -34,6 +34,7 @@ from flexcp.telemetry.sample import chosen_rows, worst_row
 from lib.trust_ranks import Row, Setting, attempted, on_ranks, synchronize
 
 LENGTHS = [700, 1, 260, 63, 128, 2]
+"""The lengths of the documents in all checks but the loader's."""
 LATE = 200_000_000
 """Clock cycles by which a stream is delayed: about a tenth of a second."""
 LIMIT = 15.0
@@ -52,6 +53,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _passing(setting: Setting, ranks: int) -> Row:
+    """Return a row for each check that should pass, with the messages of all ranks."""
     answers = on_ranks(setting, ranks, _checks, setting.device, setting.dtype, patience=150)
     names = answers[0].keys()
     found = {name: sorted({told for answer in answers for told in answer[name]}) for name in names}
@@ -75,9 +77,7 @@ def _checks(group: dist.ProcessGroup, device: str, dtype: str) -> dict[str, list
     for name, check in checks.items():
         try:
             found[name] = check(group, device, dtype)
-        except (
-            Exception
-        ) as error:  # one check's failure is its own row; ranks may part here, and the next then fails too
+        except Exception as error:  # a failure is a row; if only some ranks fail, the next check may fail too
             found[name] = [f"wrong: {type(error).__name__}: {error}"[:600]]
         synchronize(device)
     return found
@@ -87,7 +87,7 @@ def _checks(group: dist.ProcessGroup, device: str, dtype: str) -> dict[str, list
 
 
 class _Scalars:
-    """A writer that keeps what it is given."""
+    """A writer of scalars that keeps what it is given."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
@@ -97,6 +97,7 @@ class _Scalars:
 
 
 def _telemetry(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
+    """Return the messages of the check of telemetry on this rank."""
     telemetry, writer = flexcp.Telemetry(nan_check=True, check_every=1, keep=4), _Scalars()
     for strategy in ("ring", "allgather"):
         step = flexcp.bind(_plan(group, device, dtype, strategy), group, telemetry=telemetry)
@@ -117,6 +118,7 @@ def _telemetry(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
 
 
 def _wrong_row_is_found(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
+    """Return the messages of the check that a right output passes the sample check and a wrong one does not."""
     step = flexcp.bind(_plan(group, device, dtype, "ring"), group)
     q, k, v = _tensors(step, device)
     out, lse = flexcp.attention(q, k, v, step, return_lse=True)
@@ -131,7 +133,7 @@ def _wrong_row_is_found(group: dist.ProcessGroup, device: str, dtype: str) -> li
 
 
 class _Samples:
-    """Samples whose tokens tell their sample and row."""
+    """Samples whose tokens contain the number of their sample and their place in it."""
 
     lengths = (30, 1, 2, 77, 5, 64, 3, 1, 90, 12, 41, 8, 8, 1, 55, 19, 100, 2, 6, 33, 47, 21, 1, 9)
 
@@ -143,6 +145,7 @@ class _Samples:
 
 
 def _loader(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
+    """Return the messages of the check of the loader on this rank."""
     where = flexcp.cluster("cpu", 1, dist.get_world_size(group))
     planner = flexcp.Planner(4, 2, 64, dtype=dtype, cluster=where, strategy="zigzag")
     data, batches, tokens, found = _Samples(), 0, 0, list[str]()
@@ -164,7 +167,10 @@ def _loader(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
 
 
 def _latents(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
-    """Compare with attention in the same plan's layout over keys that were expanded before they travelled."""
+    """Return the messages of the check of latents on this rank.
+
+    The result over latents is compared with attention on one device over keys that were expanded first.
+    """
     ranks, heads, width = dist.get_world_size(group), 4, 96
     planner = flexcp.Planner(
         heads, 1, 64, dtype=dtype, latent=width, cluster=flexcp.cluster("cpu", 1, ranks), strategy="allgather"
@@ -200,6 +206,7 @@ def _latents(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
 
 
 def _expand(latent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of latents."""
     both = (latent @ weight).unflatten(1, (4, 128))
     return both[..., :64].contiguous(), both[..., 64:].contiguous()
 
@@ -208,6 +215,7 @@ def _expand(latent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _another_stream(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
+    """Return the messages of the check of a step that is prepared on a delayed stream."""
     if device != "cuda":
         return ["a CPU has no streams"]
     found = []
@@ -231,6 +239,7 @@ def _another_stream(group: dist.ProcessGroup, device: str, dtype: str) -> list[s
 
 
 def _out_of_step(setting: Setting, ranks: int) -> Row:
+    """Return the row of the check in which one rank is a call ahead of the others; every rank must fail."""
     from lib.nccl_ranks import ends_of_nccl_ranks
 
     ends = ends_of_nccl_ranks(ranks, _one_call_more, setting.dtype, limit=LIMIT, patience=min(4 * LIMIT, setting.left))
@@ -255,11 +264,13 @@ def _one_call_more(groups: dict[int, Any], dtype: str) -> None:
 
 
 def _plan(group: dist.ProcessGroup, device: str, dtype: str, strategy: str) -> Plan:
+    """Return the plan of a strategy for the documents of ``LENGTHS``."""
     where = flexcp.cluster("h200" if device == "cuda" else "cpu", 1, dist.get_world_size(group))
     return flexcp.Planner(4, 2, 64, dtype=dtype, cluster=where, strategy=strategy)(LENGTHS, flexcp.causal())
 
 
 def _tensors(step: Step, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v with random values for this rank."""
     shape, generator = step.plan.shape, torch.Generator().manual_seed(step.rank)
     assert len(step.indices) == step.local_tokens  # unread indices would make attention warn
 
@@ -271,6 +282,7 @@ def _tensors(step: Step, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _layer(step: Step, device: str) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v of one layer."""
     leaves = _tensors(step, device)
     out = flexcp.attention(*leaves, step, deterministic=True)
     assert isinstance(out, Tensor)

@@ -1,11 +1,11 @@
-"""Trust, numbers: adversarial values through the kernels, beside torch's own attention on one device, both against
-float64.
+"""Trust, numbers: adversarial values through flexcp's kernels and through torch's own attention on one device, both
+compared with float64.
 
-A case is q, k and v of one document. Of the output and of dq a sample of rows is computed again in float64, over all
-their keys; of dk and dv every row where the document is short. Errors are the largest difference over the size of what
-was summed (the same sums of absolute values), which does not vanish where terms cancel. flexcp's may be twice that of
-torch's attention (``scaled_dot_product_attention``) plus one rounding. *256 merges* runs a list for each 256th of the
-keys, each of which is merged into the same rows, as a rank does with results that arrive.
+A case is q, k and v of one document. A sample of rows of the output and of dq is computed again in float64, over all
+their keys; for short documents, also every row of dk and dv. An error is the largest difference divided by the size of
+what was summed (the same sums over absolute values), which does not vanish where terms cancel. flexcp's error may be
+twice that of torch's attention (``scaled_dot_product_attention``) plus one rounding. The case *256 merges* runs a work
+list for each 256th of the keys and merges all of them into the same rows, as a rank does with results that arrive.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from flexcp.executor.slice_attention import packed_slices
 from lib.trust_ranks import Row, Setting, attempted
 
 ROWS, GRADIENT_TOKENS = 64, 4096
+"""How many rows are sampled, and the longest document of which dk and dv are checked."""
 MERGES = 256
+"""The number of merges in the case with merges."""
 HEADS, SIZE = 4, 128
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Every case in every dtype."""
+    """Yield a row for every case in every dtype."""
     dtypes = (torch.float32,) if setting.device == "cpu" else (torch.bfloat16, torch.float16)
     for dtype in dtypes:
         for name, (tokens, change) in _cases(setting.small).items():
@@ -45,7 +47,9 @@ Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _cases(small: bool) -> dict[str, tuple[int, Change]]:
-    """Tokens, and what is made of normal q, k and v."""
+    """Return for each case its number of tokens, and a function that makes its q, k and v from normally distributed
+    ones.
+    """
     short, long = (96, 128) if small else (GRADIENT_TOKENS, 65_536)
     return {
         "normal values": (short, lambda q, k, v: (q, k, v)),
@@ -61,15 +65,17 @@ def _cases(small: bool) -> dict[str, tuple[int, Change]]:
 
 
 def _repeated(x: Tensor) -> Tensor:
+    """Return a tensor in which every row is the first row of ``x``."""
     return x[:1].expand_as(x).contiguous()
 
 
 def _signs(x: Tensor) -> Tensor:
-    """1 and -1 in turns, row by row."""
+    """Return 1 and -1 alternating from row to row."""
     return 1 - 2 * (torch.arange(len(x), device=x.device) % 2)[:, None, None]
 
 
 def _made(setting: Setting, tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return q, k, v and the gradient of the output with normally distributed values."""
     generator = torch.Generator(setting.device).manual_seed(setting.seed)
     return [
         torch.randn(tokens, HEADS, SIZE, generator=generator, device=setting.device).to(dtype)
@@ -78,6 +84,7 @@ def _made(setting: Setting, tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _judged(setting: Setting, tokens: int, change: Callable[..., tuple[Tensor, ...]], dtype: torch.dtype) -> Row:
+    """Return the row of one case: the errors of flexcp and of torch, and whether flexcp's are small enough."""
     *qkv, do = _made(setting, tokens, dtype)
     qkv = [x.to(dtype) for x in change(*qkv)]
     sample = torch.linspace(0, tokens - 1, min(tokens, ROWS), device=setting.device).long()
@@ -94,31 +101,37 @@ def _judged(setting: Setting, tokens: int, change: Callable[..., tuple[Tensor, .
 
 
 def _picked(found: dict[str, Tensor], name: str, sample: Tensor) -> Tensor:
+    """Return the sampled rows of the output or dq, and all rows of dk or dv."""
     return found[name][sample] if name in ("out", "dq") else found[name]
 
 
 def _flexcp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by flexcp's kernel."""
     return _output(q, k, v, flexcp.causal())
 
 
 def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by torch."""
     return _attended(q, k, v, causal=True)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Return torch's attention of one document, ``[tokens, heads, size]``."""
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)[0].transpose(0, 1)
 
 
 def _gradients(call: Callable[..., Tensor], qkv: list[Tensor], do: Tensor) -> dict[str, Tensor]:
+    """Return the output and the gradients of an attention function."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = call(*leaves)
     return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, do), strict=True))
 
 
 def _exact(qkv: list[Tensor], do: Tensor, sample: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Causal attention in float64, head by head: sampled rows of out and dq, all rows of dk and dv of short documents;
-    and the size of what each is a sum of.
+    """Return causal attention in float64, computed head by head, and the size of what each result is a sum of.
+
+    The results are sampled rows of the output and of dq, and, for short documents, all rows of dk and dv.
     """
     tokens, whole = len(do), len(do) <= GRADIENT_TOKENS
     asked = torch.arange(tokens, device=do.device) if whole else sample
@@ -141,12 +154,13 @@ def _exact(qkv: list[Tensor], do: Tensor, sample: Tensor) -> tuple[dict[str, Ten
 
 
 def _error(found: Tensor, exact: Tensor, size: float) -> float:
+    """Return the largest difference divided by ``size``; infinity if a value is not finite."""
     worst = float((found.double() - exact).abs().max()) / size
     return worst if math.isfinite(worst) else math.inf
 
 
 def _merged(setting: Setting, dtype: torch.dtype) -> Row:
-    """Rows that see every key, in as many lists as there are merges, beside one list and torch's attention."""
+    """Return the row of rows that see every key, computed in ``MERGES`` work lists, compared with torch's attention."""
     keys = 2 * MERGES if setting.small else 64 * MERGES
     q, k, v, _ = _made(setting, keys, dtype)
     q = q[:128].contiguous()
@@ -162,7 +176,7 @@ def _merged(setting: Setting, dtype: torch.dtype) -> Row:
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     statistics = torch.float64 if setting.device == "cpu" else torch.float32
     lse = torch.full(q.shape[:2], -torch.inf, dtype=statistics, device=q.device)
-    far = keys + len(q)  # no diagonal
+    far = keys + len(q)  # a band so wide that it hides no key
     for part in range(MERGES):
         first, last = part * keys // MERGES, (part + 1) * keys // MERGES
         slices = np.array([[0, len(q), 0, last - first, -far, far]], np.int64)
@@ -176,7 +190,11 @@ def _merged(setting: Setting, dtype: torch.dtype) -> Row:
 
 
 def _not_finite(setting: Setting) -> Row:
-    """A row without a key is 0 with LSE -inf; NaN of one document stays in it; a key of -inf is not seen."""
+    """Return the row of values that are not finite.
+
+    A row without keys must be 0 with an LSE of -inf, NaN in one document must not reach another, and a key of -inf must
+    have no effect.
+    """
     q, k, v, _ = _made(setting, 64, getattr(torch, setting.dtype))
     out, lse = flexcp.slice_attention(q, k, v, flexcp.from_slices(64, [(8, 64, 0, 64, None, 0)]), return_lse=True)
     empty = bool((out[:8] == 0).all()) and bool((lse[:8] == -torch.inf).all()) and bool(torch.isfinite(out[8:]).all())
@@ -199,6 +217,7 @@ def _not_finite(setting: Setting) -> Row:
 
 
 def _output(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """Return the output of :func:`flexcp.slice_attention`."""
     found = flexcp.slice_attention(q, k, v, mask)
     assert isinstance(found, Tensor)
     return found

@@ -1,5 +1,6 @@
-"""Trust, page: the tables of docs/trust.md from the files that ``benchmarks/trust_gpu.py`` wrote, between two comments
-that are kept.
+"""Trust, page: write the tables of docs/trust.md from the files that ``benchmarks/trust_gpu.py`` wrote.
+
+The tables are placed between two comments in the page, ``BEGIN`` and ``END``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ TITLES = {
     "numbers": "Numbers: the largest error against float64, of flexcp's kernel and of torch's own attention on one "
     "device.",
 }
+"""The text above the table of each part."""
 
 
 def write_page(runs: list[dict[str, Any]], machine: str) -> None:
-    """Of several runs the last one that has a part counts."""
+    """Write the tables of these runs into the page; if several runs have a part, the last one counts."""
     PAGE.write_text(with_tables(PAGE.read_text(), tables(runs, machine)))
 
 
 def with_tables(page: str, made: str) -> str:
-    """The page with these tables in their place."""
+    """Return the page with its tables replaced; raise ValueError if it has no place for them."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
@@ -37,7 +39,7 @@ def with_tables(page: str, made: str) -> str:
 
 
 def tables(runs: list[dict[str, Any]], machine: str) -> str:
-    """A table for each part that was run."""
+    """Return the text of all tables, one for each part that was run."""
     parts = {name: part for run in runs for name, part in run["parts"].items()}
     lines = [f"**Measured** on {machine}, by `python benchmarks/trust_gpu.py`; ranks share the one GPU."]
     for name, title in TITLES.items():
@@ -47,6 +49,7 @@ def tables(runs: list[dict[str, Any]], machine: str) -> str:
 
 
 def _table(name: str, rows: list[Row]) -> list[str]:
+    """Return the lines of the table of one part."""
     cells = [_CELLS[name](row) | {"": _verdict(row)} for row in rows]
     names = max(cells, key=len, default={})
     head = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
@@ -54,12 +57,14 @@ def _table(name: str, rows: list[Row]) -> list[str]:
 
 
 def _verdict(row: Row) -> str:
+    """Return the cell that says whether a row is as it should be, and why not."""
     words = {True: "as it should be", False: "**not**", None: ""}[row.get("ok")]
     why = str(row.get("why") or "").replace("|", "/").replace("\n", " ")
     return f"{words}: {why[-200:]}" if why else words
 
 
 def _memory(row: Row) -> dict[str, str]:
+    """Return the cells of a row of the memory part."""
     found = {"case": row["what"], "ranks": str(row.get("ranks", ""))}
     if "cap" in row:
         what = f"{row['batches']} changing batches, at most {_mb(row['largest predicted'])} MB of {_mb(row['cap'])}"
@@ -79,6 +84,7 @@ def _memory(row: Row) -> dict[str, str]:
 
 
 def _telemetry(row: Row) -> dict[str, str]:
+    """Return the cells of a row of the telemetry part."""
     found = {"batch": row["what"], "ranks": str(row.get("ranks", ""))}
     if "ratio" not in row:
         return found
@@ -91,6 +97,7 @@ def _telemetry(row: Row) -> dict[str, str]:
 
 
 def _soak(row: Row) -> dict[str, str]:
+    """Return the cells of a row of the soak part."""
     found = {"rank": row["what"]}
     if "before" not in row:
         return found
@@ -104,16 +111,19 @@ def _soak(row: Row) -> dict[str, str]:
 
 
 def _nccl(row: Row) -> dict[str, str]:
+    """Return the cells of a row of the NCCL part."""
     return {"what": row["what"], "ranks": str(row.get("ranks", "")), "seen": str(row.get("seen", ""))}
 
 
 def _numbers(row: Row) -> dict[str, str]:
+    """Return the cells of a row of the numbers part."""
     found = {"case": row["what"]}
     errors = {name: f"{pair[0]:.1e}, {pair[1]:.1e}" for name, pair in row.get("errors", {}).items()}
     return found | {"dtype": row.get("dtype", "")} | errors
 
 
 def _mb(size: int | None) -> str:
+    """Return bytes as text in megabytes, empty for None."""
     return "" if size is None else f"{size / 1e6:,.1f}"
 
 

@@ -1,5 +1,7 @@
-"""Trust ranks: a function on ranks of either kind, NCCL ranks that share one GPU or gloo ranks on the CPU, and what the
-parts of ``benchmarks/trust_gpu.py`` are told.
+"""Trust, ranks: what all parts of ``benchmarks/trust_gpu.py`` share.
+
+A part is given a :class:`Setting`. It runs functions on ranks, which are NCCL ranks that share one GPU or gloo ranks on
+the CPU, and makes a row of each case.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.measure.ranks import RankPool
 
 Row = dict[str, Any]
+"""One row of a part's table, by column."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, until when a part may begin something new (``time.monotonic``), and whether sizes are a sample's."""
+    """What a part is told: the device, until when (``time.monotonic``) it may begin something new, and whether to use
+    small sizes.
+    """
 
     device: str
     until: float
@@ -28,24 +33,25 @@ class Setting:
 
     @property
     def left(self) -> float:
-        """Seconds until then."""
+        """The seconds that are left for this part."""
         return self.until - time.monotonic()
 
     @property
     def dtype(self) -> str:
-        """bfloat16 on a GPU; CPU kernels are slow in it."""
+        """The dtype to use: bfloat16 on a GPU, and float32 on a CPU, whose kernels are slow in bfloat16."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
     def cluster(self, ranks: int) -> Cluster:
-        """One node of so many."""
+        """Return a cluster of one node with this many ranks."""
         return cluster("h200" if self.device == "cuda" else "cpu", 1, ranks)
 
 
 def on_ranks(
     setting: Setting, ranks: int, function: Callable[..., Any], *arguments: Any, patience: float | None = None
 ) -> list[Any]:
-    """``function(group, *arguments)`` on so many ranks; their answers. Nobody waits longer than ``patience``, or the
-    part's time.
+    """Run ``function(group, *arguments)`` on this many ranks and return their answers.
+
+    Ranks wait at most ``patience`` seconds, and at most for the time that the part has left.
     """
     limit = max(5.0, min(patience or setting.left, setting.left))
     if setting.device == "cuda":
@@ -57,13 +63,13 @@ def on_ranks(
 
 
 def attempted(setting: Setting, what: str, ranks: int, run: Callable[[], Row], least: float = 15.0) -> Row:
-    """The row of one case. One that fails, or for which less than ``least`` seconds are left, is a row too."""
+    """Return the row of one case; a case that fails, or that has less than ``least`` seconds left, is a row as well."""
     begin = {"what": what, "ranks": ranks}
     if setting.left < least:
         return begin | {"ok": False, "why": f"not run: {setting.left:.0f} s were left"}
     try:
         return begin | run()
-    except Exception as error:  # whatever it is, the other cases are worth running
+    except Exception as error:  # any failure: the other cases should still run
         return begin | {"ok": False, "why": f"{type(error).__name__}: {error}"[-800:]}
     finally:
         if setting.device == "cuda":
@@ -71,10 +77,11 @@ def attempted(setting: Setting, what: str, ranks: int, run: Callable[[], Row], l
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, if it is one."""
+    """Wait for the GPU, if the device is one."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def _with_the_group(groups: dict[int, Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function with the group of all ranks."""
     return function(groups[max(groups)], *arguments)

@@ -1,5 +1,6 @@
-"""Trust, telemetry: what following a step costs on a GPU, by :mod:`telemetry`'s two figures: in turns, and its stamps
-alone.
+"""Trust, telemetry: what it costs to follow a step on a GPU.
+
+It has the two figures of :mod:`telemetry`: layers with and without telemetry in turns, and its time stamps alone.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ MOST = 0.01
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """One rank with long and short layers, then two ranks."""
+    """Yield rows for one rank with long and short layers, then for two ranks."""
     for ranks, lengths, rounds in _cases(setting.small):
         yield attempted(setting, f"{lengths}, causal", ranks, partial(_timed, setting, ranks, lengths, rounds))
 
 
 def _timed(setting: Setting, ranks: int, lengths: str, rounds: int) -> Row:
+    """Return the row of one case; ``rounds`` is how many layers are timed."""
     heads = (4, 1, 128) if setting.small else (32, 8, 128)
     strategy = "blocks" if ranks > 1 else "dp"
     planner = flexcp.Planner(*heads, dtype=setting.dtype, cluster=setting.cluster(ranks), strategy=strategy)
@@ -41,6 +43,7 @@ def _timed(setting: Setting, ranks: int, lengths: str, rounds: int) -> Row:
 
 
 def _cases(small: bool) -> list[tuple[int, str, int]]:
+    """Return (ranks, lengths, layers) of each case."""
     if small:
         return [(1, "100,28", 2), (2, "100,28", 2)]
     return [(1, "16384", 300), (1, "web:65536:0", 200), (1, "4096", 300), (2, "web:16384:0", 60)]

@@ -1,1 +1,1 @@
-"""Strategies: named planners. A strategy is a function from a request to a placement."""
+"""The planners: a strategy is a named function from a request to a placement."""

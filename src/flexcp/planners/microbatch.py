@@ -1,22 +1,22 @@
-"""microbatch: a global batch that exceeds the token cap, cut into micro-batches.
+"""microbatch: divide a global batch that exceeds the token cap into micro-batches.
 
-A micro-batch spans all ranks, so every rank takes part in the same number of them by construction. What is decided here
-is which documents go together; each micro-batch is then a batch like any other, for any strategy.
+A micro-batch spans all ranks, so every rank takes part in every micro-batch. This module only decides which documents
+go together; each micro-batch is then a batch like any other, for any strategy.
 
-1. *As few as possible.* Each micro-batch costs a whole pass over the layers and exposed communication of its own. Try
-   the fewest that the tokens allow, then one more, until the documents fit. (Memory depends on the plan, so whoever has
-   a cap on it asks for one more itself.)
-2. *Balanced in time.* Documents, longest first, go to the micro-batch that is then the least full, in load or in
-   tokens, whichever is worse. Where that puts too many tokens into one, a repair exchanges documents, or pairs of them,
-   until all fit; if it cannot, documents go longest first to where they fit tightest (best fit), which packs closer and
-   balances worse.
-3. *Repaired.* Documents move or change places between the slowest micro-batch and another while that makes the slowest
-   faster.
+1. *As few as possible.* Each micro-batch costs a whole pass over the layers and has exposed communication of its own.
+   The smallest number that the tokens allow is tried first, then one more, until the documents fit. (Memory depends on
+   the plan, so a caller with a limit on memory asks for one more itself.)
+2. *Balanced in time.* Documents, longest first, go to the micro-batch that is then least full, measured by load or by
+   tokens, whichever is fuller. If a micro-batch then has too many tokens, documents or pairs of documents are exchanged
+   until all fit. If this fails, documents go longest first to the micro-batch where they leave the least room (best
+   fit), which packs more tightly and balances worse.
+3. *Repaired.* Documents are moved or exchanged between the slowest micro-batch and another, as long as this makes the
+   slowest faster.
 
-A load is an integer: pairs of attention over all layers, with tokens priced in pairs
+A load is an integer: the pairs of attention over all layers, plus the cost of the tokens in pairs
 (:meth:`flexcp.cost.CostModel.pairs_per_token`). Documents keep their stream order inside a micro-batch, and
-micro-batches are ordered by their first document. There are never more than best fit needs: 11/9 of the fewest
-possible, and one.
+micro-batches are ordered by their first document. There are never more micro-batches than best fit needs: at most 11/9
+of the smallest possible number, plus one.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 REPAIRS = 256
+"""The most exchanges in each of the two kinds of repair."""
 SINGLES, PAIRED = 128, 24
-"""Documents of a micro-batch that a repair looks at one by one, and in pairs."""
+"""How many documents of a micro-batch a repair considers one by one, and in pairs."""
 TOO_MANY = 8
-"""How many tokens' load one token over the room is worth."""
+"""One token too many in a micro-batch costs as much as the average load of this many tokens."""
 CLOSE_TO_MEAN = 1000
-"""Micro-batches within 1/1000 of the mean are balanced."""
+"""Loads are balanced if the largest is within 1/1000 of the mean."""
 
 
 def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
-    """What each document costs in pairs, its tokens' share of the rest of the layers included."""
+    """Return the cost of each document in pairs over all layers, including the rest of the layers for its tokens."""
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
     attention = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths)
@@ -53,10 +54,11 @@ def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
 def split(
     lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int, cap: int, least: int = 1
 ) -> list[list[int]]:
-    """Documents of each micro-batch: every document once, at most ``cap * ranks`` tokens in each, loads balanced.
+    """Return the documents of each micro-batch: every document once, at most ``cap * ranks`` tokens in each, balanced
+    loads.
 
-    ``lengths`` and ``loads`` are tokens and cost of each document, ``cap`` is the most tokens one rank keeps (a
-    multiple of ``pad_to`` where tokens are padded), ``least`` how many micro-batches there are at least.
+    ``lengths`` and ``loads`` are the tokens and the cost of each document, ``cap`` is the most tokens that a rank keeps
+    (a multiple of ``pad_to`` if tokens are padded), ``least`` is the least number of micro-batches.
     """
     tokens, costs = [int(n) for n in lengths], [int(x) for x in loads]
     if len(tokens) != len(costs):
@@ -80,7 +82,9 @@ def split(
 
 
 class _MicroBatches:
-    """Documents in micro-batches, and the tokens that still fit into each (less than none while one is too full)."""
+    """Documents in micro-batches, with their loads and the tokens that still fit into each (negative if it is too
+    full).
+    """
 
     def __init__(self, tokens: list[int], costs: list[int], count: int, room: int) -> None:
         self.tokens, self.costs = tokens, costs
@@ -89,30 +93,34 @@ class _MicroBatches:
         self.load = [0] * count
 
     def add(self, at: int, document: int) -> None:
+        """Add a document to micro-batch ``at``."""
         self.documents[at].append(document)
         self.room[at] -= self.tokens[document]
         self.load[at] += self.costs[document]
 
     def move(self, source: int, target: int, document: int) -> None:
+        """Move a document from one micro-batch to another."""
         self.documents[source].remove(document)
         self.room[source] += self.tokens[document]
         self.load[source] -= self.costs[document]
         self.add(target, document)
 
     def make_fit(self) -> bool:
-        """Exchange documents until none is too full; False if that fails."""
+        """Exchange documents until no micro-batch is too full; return whether this succeeded."""
         for _ in range(REPAIRS):
             by_room = sorted(range(len(self.room)), key=lambda i: (-self.room[i], i))
             fullest = by_room.pop()
             if self.room[fullest] >= 0:
                 return True
-            # Pairs of documents only where single ones do not do: there are many more of them.
+            # Pairs of documents are tried only if single ones do not help, because there are many more pairs.
             if not any(self._emptied(fullest, other, pairs) for pairs in (False, True) for other in by_room):
                 return False
         return min(self.room) >= 0
 
     def balance(self) -> None:
-        """Exchange documents while the slowest gets faster, with the fastest one that can help."""
+        """Exchange documents between the slowest micro-batch and the fastest one that can help, while the slowest gets
+        faster.
+        """
         for _ in range(REPAIRS):
             by_load = sorted(range(len(self.load)), key=lambda i: (self.load[i], i))
             slowest = by_load.pop()
@@ -122,8 +130,11 @@ class _MicroBatches:
                 return
 
     def _emptied(self, fullest: int, other: int, pairs: bool) -> bool:
-        """Do the exchange after which the two are least too full, every token too many priced as several;
-        False if none helps.
+        """Do the exchange with the lowest price after which neither micro-batch is as much too full as ``fullest`` is
+        now.
+
+        Return False if there is none. The price is the larger load of the two afterwards, plus the load of ``TOO_MANY``
+        average tokens for each token too many.
         """
         grows, after, do = self._exchanges(fullest, other, pairs)
         over = np.maximum(0, np.maximum(-self.room[fullest] - grows, grows - self.room[other]))
@@ -131,7 +142,7 @@ class _MicroBatches:
         return do(over < -self.room[fullest], price)
 
     def _lightened(self, slowest: int, other: int) -> bool:
-        """Do the exchange that evens out the two best and fits; False if none helps."""
+        """Do the exchange that fits and makes the larger load of the two lowest; return False if none helps."""
         grows, after, do = self._exchanges(slowest, other, False)
         fits = (grows <= self.room[other]) & (-grows <= self.room[slowest])
         return do(fits & (after < self.load[slowest]), after)
@@ -139,10 +150,12 @@ class _MicroBatches:
     def _exchanges(
         self, one: int, other: int, pairs: bool
     ) -> tuple[Ints, Ints, Callable[[NDArray[np.bool_], Ints], bool]]:
-        """For every choice of documents of the two: the tokens that the other gains,
-        the larger load of the two afterwards.
+        """Return, for every choice of documents of two micro-batches, what an exchange changes, and a function that
+        does one.
 
-        And a function that does the cheapest exchange among those that help, or says that there is none.
+        The results are the tokens that ``other`` gains and the larger load of the two afterwards, both
+        ``[choice of one, choice of other]``. The function takes which exchanges help and their prices, does the
+        cheapest that helps, and returns whether there was one.
         """
         mine, theirs = self._choices(one, pairs), self._choices(other, pairs)
         sides = [
@@ -166,24 +179,28 @@ class _MicroBatches:
         return grows, np.maximum(self.load[one] - moved, self.load[other] + moved), do
 
     def _choices(self, at: int, pairs: bool) -> list[tuple[int, ...]]:
-        """No document, and single ones from light to heavy or also some pairs;
-        of many, an even choice with the heaviest.
+        """Return choices of documents: none, single ones from light to heavy, and with ``pairs`` some pairs.
+
+        Of many documents, an evenly spaced selection that contains the heaviest is used.
         """
         ordered = sorted(self.documents[at], key=lambda d: (-self.costs[d], d))
         singles, paired = (ordered[:: max(1, -(-len(ordered) // most))] for most in (SINGLES, PAIRED))
         return [(), *((d,) for d in reversed(singles)), *(combinations(paired, 2) if pairs else ())]
 
     def in_stream_order(self) -> list[list[int]]:
+        """Return the documents of all non-empty micro-batches, in stream order."""
         return sorted(sorted(documents) for documents in self.documents if documents)
 
 
 def _fitted(tokens: list[int], costs: list[int], count: int, room: int) -> _MicroBatches | None:
-    """All documents in ``count`` micro-batches, balanced if that fits, packed tightly if only that fits, else None."""
+    """Return all documents in ``count`` micro-batches: balanced if that fits, else packed tightly; None if neither
+    fits.
+    """
     longest_first = sorted(range(len(tokens)), key=lambda d: (-tokens[d], -costs[d], d))
     total = sum(costs)
     balanced = _MicroBatches(tokens, costs, count, room)
     for document in longest_first:
-        # Load over its mean against tokens over the room, without fractions.
+        # The larger of load / mean load and tokens / room, multiplied by a common denominator.
         fullness = [
             max((load + costs[document]) * count * room, (room - left + tokens[document]) * total)
             for load, left in zip(balanced.load, balanced.room, strict=True)

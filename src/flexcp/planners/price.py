@@ -1,14 +1,14 @@
-"""Price: the step of a placement in closed form, by which planners compare placements that nobody has scheduled yet.
+"""Price: the time of a step in closed form, by which planners compare placements that are not scheduled yet.
 
-It is what the layers are predicted to take, their least copies (:mod:`flexcp.simulator.least_copies`), and what the
-request's step has beyond its layers (:mod:`flexcp.simulator.step_parts`). On one node these are of the rank that takes
-longest (:mod:`flexcp.schedule.predict`), and prices are optimistic: gradient sync may be hidden, and ranks wait for
-nothing but what the prediction knows of.
+It is the sum of what the layers are predicted to take, their least copies (:mod:`flexcp.simulator.least_copies`), and
+the parts of the request's step outside its layers (:mod:`flexcp.simulator.step_parts`). On one node this is the time of
+the slowest rank (:mod:`flexcp.schedule.predict`). It is optimistic: gradient sync may be hidden, and ranks wait only
+for what the prediction includes.
 
-Over several nodes what compute and transfers cost each other decides. There layers take what their stages do under
-contention, all ranks together (:mod:`flexcp.schedule.stages`), and the other two are means over ranks: who has more
-tokens is counted in the layers. It is no less than what the busiest rank computes. Such a price is close to what events
-find, and may be a few per cent above it.
+On several nodes, contention between compute and transfers decides. There the layers take the time of their stages under
+contention, over all ranks together (:mod:`flexcp.schedule.stages`), and the other two parts are means over ranks,
+because the layers already include the effect of unequal tokens. The price is at least the compute of the busiest rank.
+It is close to the result of the event simulator and may be a few per cent above it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexcp.simulator.step_parts import beyond_layers_ns
 
 
 def price_ns(request: Request, placement: Placement, analysis: list[MaskAnalysis] | None = None) -> int:
-    """Nanoseconds of the request's step; ``analysis`` is the placement's, where it was made before."""
+    """Return the nanoseconds of the request's step; ``analysis`` is that of the placement, if the caller has it."""
     known = (request.shape, request.cluster, request.cost)
     if analysis is None and placement.traffic.kind == "needed":
         analysis = analyse(placement, *known, request.keep_kv, request.most_ahead)
@@ -38,7 +38,7 @@ def price_ns(request: Request, placement: Placement, analysis: list[MaskAnalysis
 
 
 def _contended_ns(request: Request, analysis: list[MaskAnalysis] | None) -> int:
-    """What the layers take under contention; 0 where that was not looked at."""
+    """Return the time of the layers under contention, or 0 if it was not computed."""
     if analysis is None or request.cluster.nodes == 1:
         return 0
     both = [(one.forward.stages.contended_ns, one.backward.stages.contended_ns) for one in analysis]

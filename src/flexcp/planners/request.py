@@ -1,5 +1,6 @@
-"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``,
-or it says why not by :class:`Refused`.
+"""Request: everything a planner is told.
+
+A planner is a pure function from a :class:`Request` to a placement, or it raises :class:`Refused` and says why.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Ints = NDArray[np.int64]
 
 
 class Refused(ValueError):  # noqa: N818 - an answer more than an error
-    """This strategy cannot serve this request: a cap, a tolerance,
-    a fixed layout or a number of heads does not suit it. Another may.
+    """This strategy cannot serve this request, because a limit, a tolerance, a fixed layout or a number of heads does
+    not suit it; another strategy may.
 
-    Only a refusal: what no strategy would take (an argument that is no number, an effort below 0) is a plain
-    ValueError.
+    It is not used for what no strategy would accept, such as an argument that is no number or an effort below 0; this
+    is a plain ValueError.
     """
 
 
@@ -35,13 +36,14 @@ class Refused(ValueError):  # noqa: N818 - an answer more than an error
 class Request:
     """One batch to place.
 
-    ``argument`` is what follows the colon of a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank
-    when the tokens are already placed, None when the planner places them too. ``equal_tokens`` asks for the same count
-    on every rank, rounded up to a multiple of ``pad_to``, ``priced_tokens`` for one balance of attention and the rest
-    of the layer. Tolerances are fractions over the mean, or None for "as time profits". ``effort`` is a count of
-    evaluated candidates, None for the strategy's own choice. Memory is a plan's to know: strategies do not look at its
-    cap, their plans are checked against it. ``keep_kv`` is the bytes of received keys that a rank may keep for the
-    backward. ``training`` is the step whose time counts, where it is known: its model is that of ``cost``.
+    ``argument`` is what follows the colon in a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank
+    if the tokens are already placed, or None if the planner places them too. ``equal_tokens`` asks for the same number
+    of tokens on every rank, rounded up to a multiple of ``pad_to``; ``priced_tokens`` asks for a balance of attention
+    and the rest of the layer together. Tolerances are fractions above the mean; None lets the planner choose what is
+    fastest. ``effort`` is how many candidates are evaluated, None for the strategy's own choice. Memory depends on the
+    plan, so strategies ignore ``max_memory_per_rank`` and their plans are checked afterwards. ``keep_kv`` is how many
+    bytes of received keys a rank may keep for the backward. ``training`` is the step whose time counts, if it is known;
+    its model is that of ``cost``.
     """
 
     batch: Batch
@@ -64,18 +66,19 @@ class Request:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return self.cluster.ranks
 
     @property
     def most_ahead(self) -> int:
-        """How many slots ahead a stage may be posted: messages that wait take memory,
-        which a cap leaves to what needs it.
+        """How many slots ahead a stage may be posted: 2, or 1 with a limit on memory, because messages that wait take
+        memory.
         """
         return 2 if self.max_memory_per_rank is None else 1
 
     @property
     def token_cap(self) -> int | None:
-        """The most document tokens a rank may keep; with equal tokens every rank keeps a multiple of ``pad_to``."""
+        """The most document tokens a rank may keep, None for no limit; a multiple of ``pad_to`` with equal tokens."""
         cap = self.max_tokens_per_rank
         if cap is None or not self.equal_tokens:
             return cap
@@ -83,7 +86,7 @@ class Request:
 
 
 def refuse_over_cap(request: Request) -> None:
-    """For batches that no placement fits under the cap."""
+    """Raise :class:`Refused` if no placement of the batch can keep the token cap."""
     if request.token_cap is None:
         return
     lengths, room = request.batch.lengths, request.token_cap * request.ranks
@@ -108,7 +111,7 @@ def refuse_over_cap(request: Request) -> None:
 
 
 def refuse_over_memory(request: Request, plan: Plan) -> None:
-    """For plans whose attention needs more memory on a rank than the user allows."""
+    """Raise :class:`Refused` if the plan's attention needs more memory on a rank than the user allows."""
     cap = request.max_memory_per_rank
     if cap is None:
         return
@@ -124,8 +127,8 @@ def refuse_over_memory(request: Request, plan: Plan) -> None:
 
 
 def refuse_over_peers(request: Request, plan: Plan) -> None:
-    """For plans in which a rank talks to more others than the user allows;
-    peers are what :meth:`flexcp.Plan.peers` says.
+    """Raise :class:`Refused` if a rank of the plan exchanges messages with more ranks (:meth:`flexcp.Plan.peers`) than
+    the user allows.
     """
     cap = request.max_peers
     if cap is None:
@@ -140,7 +143,7 @@ def refuse_over_peers(request: Request, plan: Plan) -> None:
 
 
 def refuse_tolerances(request: Request) -> None:
-    """For strategies that balance by a rule of their own."""
+    """Raise :class:`Refused` if the request has tolerances; for strategies that balance by rules of their own."""
     for name in ("compute_tolerance", "token_tolerance"):
         value = getattr(request, name)
         if value is not None:

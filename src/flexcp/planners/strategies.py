@@ -1,4 +1,6 @@
-"""Strategies: named planners. A strategy is a function from a :class:`Request` to a
+"""Strategies: named planners.
+
+A strategy is a function from a :class:`~flexcp.planners.request.Request` to a
 :class:`~flexcp.plan.placement.Placement`.
 """
 
@@ -23,14 +25,14 @@ from flexcp.planners.static.dealing import BY_LOAD
 
 
 def _hypergraph(request: Request) -> Placement:
-    """Loaded when asked for: it is the largest strategy and the one least often used."""
+    """Return the placement of ``hypergraph``, which is imported only here because it is large and rarely used."""
     from flexcp.planners.hypergraph.hypergraph import hypergraph
 
     return hypergraph(request)
 
 
 def _dcp(request: Request) -> Placement:
-    """Loaded when asked for, as ``hypergraph``."""
+    """Return the placement of ``dcp``, which is imported only here because it is large and rarely used."""
     from flexcp.planners.published.dcp import dcp
 
     return dcp(request)
@@ -57,12 +59,13 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
 }
 
 SLOW = ("hypergraph", "dcp")
-"""Strategies that take seconds, and a package of their own."""
+"""Strategies that take seconds and need an optional package."""
 
 
 def split_names(text: str) -> list[str]:
-    """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``)
-    do not divide.
+    """Return the strategies of a list separated by commas.
+
+    Commas between the arguments of one strategy (``usp:8,2``) do not separate strategies.
     """
     found: list[str] = []
     for part in (part.strip() for part in text.split(",")):
@@ -74,9 +77,10 @@ def split_names(text: str) -> list[str]:
 
 
 def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
-    """The planner of ``name`` or ``name:argument``, and the argument.
+    """Return the planner of ``name`` or ``name:argument``, and the argument.
 
-    A static method may end in ``@load``, which belongs to its argument: documents are dealt to groups by load.
+    A static method may end in ``@load``, which becomes part of its argument and means that documents are distributed to
+    groups by load. Raise ValueError for an unknown name.
     """
     if not isinstance(text, str):
         raise ValueError(f"a strategy is given by its name, one of {', '.join(STRATEGIES)}; got {text!r}")

@@ -1,8 +1,8 @@
-"""Token runs: who keeps which tokens, as runs; and the regions of "rows are computed where they are kept".
+"""Token runs: which rank keeps which tokens, as runs, and the regions of planners that compute rows where they are
+kept.
 
-A planner thinks in stream ranges per rank. The functions here turn such ranges into
-:class:`~flexcp.plan.placement.Runs`, even out counts with pads when equal tokens are asked for, and read the layouts a
-user may already have.
+Planners work with ranges of the stream per rank. The functions here turn such ranges into
+:class:`~flexcp.plan.placement.Runs`, add pads if equal tokens are asked for, and read layouts that a user already has.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from flexcp.planners.request import Refused, Request
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32
-"""Own tokens whose runs are shorter than this on average are put in stream order together with received ones."""
+"""If the runs of own tokens are shorter than this on average, own tokens are put in stream order together with received
+ones.
+"""
 
 
 def even_borders(size: int, parts: int) -> Ints:
-    """Borders of ``tensor_split``: the first ``size % parts`` parts are one longer."""
+    """Return the borders of ``size`` items in even parts, as in ``tensor_split``: the first ``size % parts`` are one
+    longer.
+    """
     each, extra = divmod(size, parts)
     return offsets(np.where(np.arange(parts) < extra, each + 1, each))
 
 
 def runs_of_maps(maps: Sequence[Ints]) -> Runs:
-    """Runs of index maps, in the maps' own order."""
+    """Return the runs of index maps (one per rank), in the order of the maps."""
     ranks, starts, stops = [], [], []
     for rank, index in enumerate(maps):
         if len(index) == 0:
@@ -45,20 +49,20 @@ def runs_of_maps(maps: Sequence[Ints]) -> Runs:
 
 
 def is_scattered(runs: Runs) -> bool:
-    """Whether runs are so short that work on own tokens alone would be in crumbs."""
+    """Return whether runs are so short that work on own tokens alone would consist of very small parts."""
     return bool((runs.stop - runs.start).sum() < SCATTERED_RUN * len(runs) and len(runs) > 4 * (runs.rank.max() + 1))
 
 
 def runs_of_ranges(rank: Ints, start: Ints, stop: Ints) -> Runs:
-    """Runs of free stream ranges: each rank's, in stream order, merged where they touch."""
+    """Return the runs of stream ranges: those of each rank in stream order, merged where they touch."""
     return Runs(*united(rank, start, stop))
 
 
 def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, int]:
-    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``;
-    and how many pads that took.
+    """Return (runs with pads so that every rank keeps the same number of tokens, number of pads).
 
-    Pads follow the documents in the stream and a rank's documents in its local order.
+    Every rank keeps the largest number that any rank has, rounded up to a multiple of ``pad_to``. Pads come after the
+    documents, both in the stream and in each rank's local order.
     """
     counts = np.zeros(ranks, np.int64)
     np.add.at(counts, runs.rank, runs.stop - runs.start)
@@ -70,7 +74,7 @@ def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, i
 
 
 def check_cap(runs: Runs, cap: int | None) -> None:
-    """Refuse when a rank keeps more than ``max_tokens_per_rank``, pads included."""
+    """Raise Refused if a rank keeps more than ``cap`` tokens, including pads."""
     tokens = np.zeros(int(runs.rank.max()) + 1, np.int64)
     np.add.at(tokens, runs.rank, runs.stop - runs.start)
     if cap is not None and tokens.max() > cap:
@@ -82,9 +86,10 @@ def check_cap(runs: Runs, cap: int | None) -> None:
 
 
 def check_tolerances(request: Request, placement: Placement) -> None:
-    """Refuse a placement beyond the user's tolerances by more than a token or a row of the longest document.
+    """Raise Refused if a placement exceeds the user's tolerances by more than a token or a row of the longest document.
 
-    Ranks of different speeds are to have work in proportion. Where the token counts are given, only the work is judged.
+    Ranks of different speeds should have work in proportion to them. If the layout is fixed or tokens are equal, only
+    the work is checked.
     """
     batch, ranks = request.batch, request.ranks
     if request.token_tolerance is not None and request.layout is None and not request.equal_tokens:
@@ -110,12 +115,14 @@ def check_tolerances(request: Request, placement: Placement) -> None:
 
 
 def row_regions(batch: Batch, heads: int, rank: Ints, start: Ints, stop: Ints) -> Regions:
-    """All keys and heads of the rows in the given stream ranges, computed by the given ranks."""
+    """Return regions with all keys and heads of the rows in stream ranges, computed by the given ranks."""
     return head_regions(batch, rank, start, stop, np.zeros(len(rank), np.int64), np.full(len(rank), heads, np.int64))
 
 
 def head_regions(batch: Batch, rank: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints) -> Regions:
-    """All keys of the rows in the given stream ranges, for the given query heads; neighbours are joined."""
+    """Return regions with all keys of the rows in stream ranges, for query heads ``h0..h1``; adjacent ranges are
+    joined.
+    """
     wide = int(h1.max()) + 1 if len(h1) else 1
     label, start, stop = united((rank * wide + h0) * wide + h1, start, stop)
     rank, h0, h1 = label // wide // wide, label // wide % wide, label % wide

@@ -1,1 +1,1 @@
-"""From a placement to a plan, and how long a placement takes in closed form."""
+"""The scheduler: it turns a placement into a plan, and predicts in closed form how long a placement takes."""

@@ -1,17 +1,24 @@
-"""Analysis: what a placement with needed traffic computes, reads, moves and in how many stages, mask by mask.
+"""Analysis: for each mask, what the ranks of a placement compute, read and move, and in how many stages.
 
-Whoever writes such a placement's transfers (:mod:`flexcp.schedule.transfers`) and whoever predicts how long it takes
-(:mod:`flexcp.schedule.predict`) begin here, so a prediction is one of the plan that would be made. The order is that of
-the modules: the pairs of every rank (:mod:`~flexcp.schedule.work`), the pieces it reads of others
-(:mod:`~flexcp.schedule.needs`), the way they travel (:mod:`~flexcp.schedule.routes`), whether keys are kept for the
-backward, and for each direction the bytes (:mod:`~flexcp.schedule.flows`) and the stages that hide them, equal ones
-(:mod:`~flexcp.schedule.stages`) or such with thin ends (:mod:`~flexcp.schedule.thin_ends`).
+This is for placements with traffic of the kind ``needed``. Making a plan (:mod:`flexcp.schedule.transfers`) and
+predicting its time (:mod:`flexcp.schedule.predict`) both begin with this analysis, so a prediction is about the plan
+that would be made. The steps, in the order of the modules:
 
-Keys are kept mask by mask, in order, all or nothing: only when what every rank receives in all of a mask's layers fits
-what is left. All ranks find the same answer. Tokens so scattered that they are assembled always travel again.
+- the pairs of every rank (:mod:`~flexcp.schedule.work`)
+- the pieces that it reads from others (:mod:`~flexcp.schedule.needs`)
+- the way these pieces travel (:mod:`~flexcp.schedule.routes`)
+- whether keys are kept for the backward
+- for each direction, the bytes that move (:mod:`~flexcp.schedule.flows`) and the stages that hide them: equal stages
+  (:mod:`~flexcp.schedule.stages`), stages with thin ends (:mod:`~flexcp.schedule.thin_ends`), or a stage inside nodes
+  first (:mod:`~flexcp.schedule.inside_first`).
 
-What is relayed inside a node crosses nodes once, but waits for a stage of its own. Where a placement may relay, both
-ways are looked at as if keys travelled again, and the one that takes less time under contention is taken.
+Keys are kept for whole masks, in the order of masks: a mask's keys are kept only if what every rank receives in all
+layers of the mask fits into the memory that is left. So all ranks decide the same. If tokens are so scattered that they
+are assembled, keys always travel again.
+
+Keys that are relayed inside a node cross nodes only once, but the relay needs a stage of its own. If a placement may
+relay, it is analysed with and without relays, as if keys travelled again in the backward, and the faster way under
+contention is taken.
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ from flexcp.shape import Shape
 
 
 class PassAnalysis(NamedTuple):
-    """One direction: the work of each rank in nanoseconds, what moves, and in which stages."""
+    """One direction of a mask: the work of each rank in nanoseconds, what moves, and in which stages."""
 
     work: Work
     moves: Moves
@@ -49,7 +56,7 @@ class PassAnalysis(NamedTuple):
 
 
 class MaskAnalysis(NamedTuple):
-    """One mask: what ranks read of others, whether they keep the keys of it for the backward, both directions."""
+    """One mask: what ranks read from others, whether they keep received keys for the backward, and both directions."""
 
     needs: Needs
     keys_kept: bool
@@ -60,10 +67,10 @@ class MaskAnalysis(NamedTuple):
 def analyse(
     placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0, most_ahead: int = 2
 ) -> list[MaskAnalysis]:
-    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward,
-    all layers together.
+    """Return the analysis of every mask.
 
-    ``most_ahead`` is how many slots ahead a stage may be posted.
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, over all layers. ``most_ahead`` is
+    how many slots ahead a stage may be posted.
     """
     relay = placement.traffic.relay and not placement.assemble_own
     left = np.full(placement.ranks, 0 if placement.assemble_own else keep_kv, np.int64)
@@ -98,10 +105,13 @@ def _staged(
     most_ahead: int,
     counted: tuple[Regions, Cuts, Pairs],
 ) -> MaskAnalysis:
-    """What moves along some routes, and the stages that hide it."""
+    """Return the analysis of a mask for given routes: what moves, and the stages that hide it.
+
+    ``work`` is the work of each direction in nanoseconds; ``counted`` are the mask's regions, cuts and pairs.
+    """
     moves = needed_moves(shape, needs, keys_kept)
-    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that equal stages
-    # do.
+    # Latents travel before all work (flexcp.schedule.execution), and on one node links are so fast that equal stages
+    # are good enough.
     other_ways = shape.latent is None and cluster.nodes > 1 and placement.wishes.divisions is None
     may_be_thin = most_ahead > 1 and other_ways
     other_ways = other_ways and not keys_kept and not placement.assemble_own
@@ -123,8 +133,9 @@ def _staged(
 
 
 def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
-    """The same with one direction's stages cut another way where that might be faster;
-    None where it is not for any mask.
+    """Return the analysis with the stages of one direction cut in another way, for masks where that might be faster.
+
+    Return None if there is no such mask.
     """
     passes = [found.backward if backward else found.forward for found in masks]
     others = [worth_simulating(one.stages) for one in passes]
@@ -138,4 +149,5 @@ def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnaly
 
 
 def _contended_ns(found: MaskAnalysis) -> int:
+    """Return the time of the slowest rank under contention, forward and backward."""
     return found.forward.stages.contended_ns + found.backward.stages.contended_ns

@@ -1,8 +1,17 @@
-"""Loops of stages under contention: how long slots of work take with what travels beside them,
-over all ranks together, compiled.
+"""Loops of stages under contention: how long slots of work and transfers take over all ranks together (compiled).
 
-In every slot the margin is taken under which the slowest rank is done first, as the plan's will be
-(:mod:`flexcp.schedule.execution`). What a slot brings starts when all who send it have begun the slot.
+Every slot uses the margin with which its slowest rank finishes first, as the plan will
+(:mod:`flexcp.schedule.execution`). The transfers beside a slot start when all their senders have begun the slot.
+
+Arguments that several functions share, as arrays over ranks and in nanoseconds unless said otherwise:
+
+- ``own``: work on a rank's own rows and keys; ``rest``: work on keys that arrive; ``at_keys``: work on own keys for
+  which only queries arrive.
+- ``there``, ``back``, ``home``: how long inputs, gradients of keys and results for moved queries travel.
+- ``start``: when a rank begins. ``source`` and ``target``: pairs of ranks of which the first sends to the second.
+- ``rows[across, margin]``: the costs of contention, SLOW, ALONE and LINK, per mille.
+- ``held``: per mille of own work that is held back until after the stages. ``way``: one of the three ways of choosing
+  it (:func:`held_back`).
 """
 
 from __future__ import annotations
@@ -16,10 +25,10 @@ SLOW, ALONE, LINK = range(3)
 
 @compiled
 def together_ns(work, beside, start, across, rows, source, target):
-    """When the last rank is done; ``work`` and ``beside`` are ``[slot, rank]``, ``start[rank]`` is when it begins.
+    """Return when the last rank is done.
 
-    ``across[slot, rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices
-    of contention, per mille.
+    ``work`` and ``beside`` (the transfers beside it) are ``[slot, rank]``. ``across[slot, rank]`` is 1 if all transfers
+    of a rank beside that slot cross nodes.
     """
     slots, ranks = work.shape
     begin, ready = start.copy(), np.zeros(ranks, np.int64)
@@ -40,12 +49,10 @@ def together_ns(work, beside, start, across, rows, source, target):
 
 @compiled
 def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, across, rows, source, target):
-    """The best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, per mille
-    of own work held back).
+    """Return the best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, ``held``).
 
-    ``rest`` is a rank's work on keys that come, ``at_keys`` that for which only queries do; ``there``, ``back`` and
-    ``home`` are how long inputs, gradients and results travel. ``limits`` are the parts of a whole, of the thinnest and
-    of the thickest end, and the stages.
+    ``reads`` says which ranks read keys of others. ``limits`` are the number of parts of all inputs, the parts of the
+    thinnest and of the thickest end, and the number of stages. ``shares`` are the shares to try (:func:`thin_ends`).
     """
     ranks = len(own)
     first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -67,12 +74,12 @@ def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start
 
 @compiled
 def inside_then_across(own, rest, near, again, at_keys, there, back, home, limits, start, rows, source, target):
-    """The best number of stages for what crosses nodes, behind one of all that comes from the same node.
+    """Return the best number of stages for keys that cross nodes, after one stage with everything from the same node.
 
-    Returns when the last rank is done, that number, and per mille of own work held back. ``near`` is a rank's part of
-    ``rest`` on keys of its node, ``again`` one more pass over what reads others; ``there`` and ``back`` are
-    ``[across, rank]``, the others as in :func:`thinnest`. ``limits`` are the parts of a whole and the most stages that
-    cross.
+    The result is (when the last rank is done, that number, ``held``). ``near`` is the share of ``rest`` that is on keys
+    of the rank's own node, and ``again`` is the work of one more pass over rows that read keys from other nodes.
+    ``there`` and ``back`` are ``[across, rank]``. ``limits`` are the number of parts that ``near`` is counted in and
+    the largest number of stages to try.
     """
     whole, most = limits
     held = np.zeros(len(own), np.int64)
@@ -90,8 +97,10 @@ def inside_then_across(own, rest, near, again, at_keys, there, back, home, limit
 
 @compiled_inline
 def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, whole, way):
-    """(work, what travels beside it, whether that only crosses nodes), all ``[slot, rank]``;
-    writes the own work that is held back.
+    """Return (work, transfers beside it, whether these only cross nodes), all ``[slot, rank]``; write ``held``.
+
+    The slots are those of :mod:`flexcp.schedule.inside_first` with ``count`` stages that cross nodes; ``whole`` is the
+    number of parts that ``near`` is counted in.
     """
     slots = count + 3
     work, beside = np.zeros((slots, len(own)), np.int64), np.zeros((slots, len(own)), np.int64)
@@ -109,7 +118,8 @@ def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, 
             for s in range(count):
                 work[s + 2, r] = (rest[r] - inside) // count + again[r]
                 beside[s + 1, r] = -(-there[1, r] // count)
-            # Gradients of a stage's keys leave a slot after the work on them; those of the last one with the results.
+            # The gradients of a stage's keys leave one slot after the work on these keys; those of the last stage leave
+            # together with the results.
             for s in range(3, slots):
                 beside[s, r] = max(beside[s, r], -(-back[1, r] // count))
         work[end, r] += after
@@ -121,12 +131,13 @@ def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, 
 
 @compiled_inline
 def thin_ends(first, last, rest, at_keys, there, back, limits, share):
-    """Write how thick each rank's first and last stage are, in parts of the whole;
-    ``share`` is per mille of what would hide all.
+    """Write how thick the first and the last stage of each rank are, in parts of all its inputs.
+
+    ``share`` is per mille of the thickness at which the work of an end would just hide the transfers beside it.
     """
     whole, least, most, count = limits
     for r in range(len(first)):
-        # What the first end has besides hides as much of what travels.
+        # Work on own keys is in the first end as well and hides part of the inputs.
         left = max(there[r] - at_keys[r], 0)
         first[r] = max(least, min(most, share * whole // 1000 * left // (rest[r] + left + 1)))
         last[r] = 0
@@ -136,7 +147,7 @@ def thin_ends(first, last, rest, at_keys, there, back, limits, share):
 
 @compiled_inline
 def as_thick_as_the_thickest(first, last, reads):
-    """Make all ends as thick as the thickest of a rank that reads."""
+    """Make the ends of all ranks as thick as the thickest end of a rank that reads keys of others."""
     thick_first, thick_last = 0, 0
     for r in range(len(first)):
         if reads[r]:
@@ -147,7 +158,10 @@ def as_thick_as_the_thickest(first, last, reads):
 
 @compiled_inline
 def write_borders(borders, first, last, reads, limits):
-    """Write where stages begin and end, in parts of the whole; all of it in the first for a rank that does not read."""
+    """Write where each rank's stages begin and end, in parts of all its inputs.
+
+    A rank that reads no keys of others has everything in its first stage.
+    """
     whole, _, _, count = limits
     for r in range(len(first)):
         borders[r, 1:] = whole
@@ -159,9 +173,7 @@ def write_borders(borders, first, last, reads, limits):
 
 @compiled_inline
 def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limits, way):
-    """(work, what travels beside it), both ``[slot, rank]``; writes the own work that each rank holds back,
-    by one of three ways.
-    """
+    """Return (work, transfers beside it), both ``[slot, rank]``, for stages with thin ends; write ``held``."""
     whole, _, _, count = limits
     work, beside = np.zeros((count + 2, len(own)), np.int64), np.zeros((count + 2, len(own)), np.int64)
     for r in range(len(own)):
@@ -182,8 +194,11 @@ def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limit
 
 @compiled_leaf
 def held_back(own, first, last, way):
-    """Per mille of own work that is held back: in proportion to both ends, as much as hides the last,
-    or all but what hides the first.
+    """Return per mille of a rank's own work to hold back until after the stages.
+
+    ``first`` and ``last`` are how long transfers beside the first and the last share of own work take. The three ways
+    are: in proportion to both (0), as much as hides the last transfers (1), or all but what hides the first transfers
+    (2).
     """
     if way == 0:
         return 1000 * last // max(first + last, 1)
@@ -194,7 +209,9 @@ def held_back(own, first, last, way):
 
 @compiled_leaf
 def overlapped(work, beside, row):
-    """:func:`flexcp.schedule.execution.overlapped_ns` of one rank."""
+    """Return the time of one rank's work and the transfers beside it, like
+    :func:`flexcp.schedule.execution.overlapped_ns` but rounded down.
+    """
     if beside == 0:
         return work
     if work == 0:
@@ -207,7 +224,9 @@ def overlapped(work, beside, row):
 
 @compiled_leaf
 def best_margin(work, beside, across, rows):
-    """The margin under which the slowest rank is done first, and then all of them."""
+    """Return the margin with which the slowest rank finishes first; of equal ones, the one with the least time of all
+    ranks.
+    """
     best, least, least_sum = 0, -1, 0
     for margin in range(rows.shape[1]):
         most, total = 0, 0

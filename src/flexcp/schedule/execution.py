@@ -1,22 +1,23 @@
-"""Execution chosen: for every stage of a program how it is issued,
-how far ahead it is posted and what the work beside it leaves free.
+"""Execution: choose for every stage of a program how its messages are issued, how far ahead it is posted, and how many
+multiprocessors the work beside it leaves free.
 
-Chosen by cost, stage by stage, from two tables of nanoseconds: the work of every rank in every slot (closed forms, as
-in :mod:`flexcp.schedule.stages`) and what every rank's ports carry in every stage (exact bytes). The rules, in this
-order:
+The choice is made by cost, stage by stage, from two tables in nanoseconds: the work of every rank in every slot (in
+closed form, as in :mod:`flexcp.schedule.stages`) and how long every rank's ports need for every stage (from exact
+bytes). The rules, in this order:
 
-- *issue*. A stage is one call, unless the planner wishes for rounds, or the cost model says that ports lose by crowds
-  (``crowding``): then in calls of as many rounds as take least, the loss inside a call against the start of each
-  further one.
-- *ahead*. A stage is posted one slot ahead. Where it takes longer than the work it would hide behind, and the slot
-  before that has time to spare, it is posted two ahead, if both slots together are then clearly faster. Only inputs
-  that their owners send can be: what is forwarded or computed is not there yet. Earlier than that, or beside a cap on
-  memory, is not tried: messages that wait hold memory.
-- *margin*. Of the cost model's rows of contention (of transfers inside nodes, or of such as only cross them) the one
-  under which the slowest rank is done first with a slot's work and what travels beside it; then the one with the least
-  time of all ranks, then the one that slows work least, then the smallest. Nothing beside, nothing free.
+- *issue*. A stage is one call, unless the planner wishes for rounds or the cost model says that messages crowd each
+  other at a port (``crowding``). In the second case, each call has as many rounds as take the least time: more rounds
+  per call crowd more, and every further call costs its start.
+- *ahead*. A stage is posted one slot ahead. If it takes longer than the work that would hide it, and the slot before
+  that has time to spare, it is posted two slots ahead, if both slots together are then clearly faster. This is possible
+  only for inputs that their owners send, because forwarded pieces and results are not there yet. Messages that wait
+  hold memory, so nothing is posted earlier than that, and with a memory limit nothing is posted two slots ahead.
+- *margin*. The cost model has rows of contention by margin (one table for transfers inside nodes, one for transfers
+  that only cross nodes). The margin is chosen with which the slowest rank finishes the slot's work and the transfers
+  beside it first; of equal ones the margin with the least time of all ranks, then the one that slows down work least,
+  then the smallest. If no transfers are beside the slot, no multiprocessors are left free.
 
-With latents (:func:`flexcp.latent_attention`) all transfers come before the work: nothing is posted ahead, and nothing
+With latents (:func:`flexcp.latent_attention`), all transfers come before the work: nothing is posted ahead and nothing
 is left free.
 """
 
@@ -42,10 +43,11 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 Sent = tuple[Messages, Ints, Ints]
-"""What :func:`flexcp.plan.rounds.find_messages` finds."""
+"""The result of :func:`flexcp.plan.rounds.find_messages`."""
 WORTH_PERMILLE = 970
-"""A stage is posted two slots ahead when both slots then take no longer than this."""
+"""A stage is posted two slots ahead if both slots then take less than this, per mille of their time otherwise."""
 ROUNDS_TRIED = (1, 2, 4, 8, 16)
+"""The numbers of rounds per call that are tried."""
 
 
 def with_execution(
@@ -59,8 +61,10 @@ def with_execution(
     early: int = 0,
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
-    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0,
-    is posted two ahead.
+    """Return the program with its execution chosen.
+
+    ``work[rank, slot]`` is in nanoseconds. ``most_ahead`` is how many slots ahead a stage may be posted. Stage
+    ``early``, if not 0, is posted two slots ahead in any case, and all others one.
     """
     stages = program.stages
     if wishes.rounds_per_call or not cost.crowding:
@@ -88,12 +92,12 @@ def with_execution(
 
 
 def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int, link: Ints | int) -> Ints:
-    """Time until work and the transfers beside it are both done, when they begin together;
-    work alone where nothing travels.
+    """Return the time until work and the transfers beside it are both done, if they begin together.
 
-    ``slow`` and ``alone`` are how long work takes beside a transfer and without, ``link`` how fast a transfer is beside
-    work, per mille. A transfer that begins beside work stays as slow as that makes it, also behind the work: its blocks
-    stay where they found room.
+    ``slow`` and ``alone`` are how long work takes beside a transfer and without one, ``link`` is the speed of a
+    transfer beside work, all per mille. Work without transfers, and transfers without work, take their own time. A
+    transfer that begins beside work keeps its lower speed after the work is done, because its thread blocks stay on the
+    multiprocessors on which they found room.
     """
     linked = -(-beside * 1000 // link)
     computed = -(-work * slow // 1000)
@@ -103,8 +107,9 @@ def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int,
 
 
 class Rows(NamedTuple):
-    """A cost model's contention in a direction under each of its ``margins``, as it applies to every rank in every slot
-    ``[margin, rank, slot]``; its columns are those of :func:`overlapped_ns`."""
+    """A cost model's contention in one direction: the arguments of :func:`overlapped_ns` as ``[margin, rank, slot]``,
+    for every one of its ``margins``.
+    """
 
     margins: tuple[int, ...]
     slow: Ints
@@ -112,16 +117,19 @@ class Rows(NamedTuple):
     link: Ints
 
     def of(self, slots: slice) -> Rows:
-        """The same for some slots."""
+        """Return the same rows for some of the slots."""
         return Rows(self.margins, *(column[:, :, slots] for column in self[1:]))
 
     def overlapped_ns(self, work: Ints, beside: Ints) -> Ints:
-        """:func:`overlapped_ns` under every margin, ``[margin, rank, slot]``."""
+        """Return :func:`overlapped_ns` under every margin, ``[margin, rank, slot]``."""
         return overlapped_ns(work, beside, *self[1:])
 
 
 def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) -> Rows:
-    """The rows that apply where a rank's transfers beside a slot all cross nodes, or not (``across[rank, slot]``)."""
+    """Return the cost model's rows for every rank and slot.
+
+    ``across[rank, slot]`` says whether all transfers of a rank beside a slot cross nodes.
+    """
     inside, crossing = (
         np.array([(*row.compute(backward), row.link) for row in cost.rows_beside(way)], np.int64).T[:, :, None, None]
         for way in (False, True)
@@ -130,7 +138,9 @@ def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) 
 
 
 def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.bool_]:
-    """``[rank, stage]``: whether a rank's messages of a stage, if it has any, are all with ranks of other nodes."""
+    """Return ``[rank, stage]``: whether all messages of a rank in a stage, if it has any, are with ranks of other
+    nodes.
+    """
     messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
     inside = np.zeros((cluster.ranks, program.stages), bool)
@@ -140,8 +150,9 @@ def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.b
 
 
 def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel) -> Ints:
-    """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage,
-    with the start of messages.
+    """Return ``[rank, stage]``: how long the busiest port of a rank, or of a rank that sends to it, needs for a stage.
+
+    The start of the messages is included.
     """
     messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
@@ -164,7 +175,7 @@ def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel
 
 
 def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
-    """``[rank, slot]``: own work in front, the work of each input stage in its slot, held work behind."""
+    """Return ``[rank, slot]`` in nanoseconds: own work first, then the work of each input stage, held work last."""
     number = stages.number
     begin = 0 if program.keys_kept else 1
     found = np.zeros((len(number), max(program.stages, begin + stages.borders.shape[1] - 1)), np.int64)
@@ -179,10 +190,11 @@ def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
 def static_work_ns(
     placement: Placement, mask: int, stages: tuple[int, int], shape: Shape, cluster: Cluster, cost: CostModel
 ) -> tuple[Ints, Ints]:
-    """``[rank, slot]`` of the forward and the backward, of so many stages.
+    """Return the work ``[rank, slot]`` of a static method, forward and backward, in nanoseconds.
 
-    The work of a group's documents is spread evenly over its ranks, and a rank's over its ring's positions; where heads
-    are exchanged first, what a rank keeps itself can be done meanwhile. A gather brings all other keys at once.
+    ``stages`` are the numbers of stages of the forward and the backward. The work of a group's documents is spread
+    evenly over its ranks, and the work of a rank evenly over the positions of its ring. If heads are exchanged first, a
+    rank computes during the exchange what it can from its own tokens. A gather brings all other keys at once.
     """
     groups = placement.traffic.groups
     group_of = np.zeros(placement.ranks, np.int64)
@@ -223,7 +235,7 @@ def static_work_ns(
 
 
 def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
-    """The margin of each slot."""
+    """Return the margin of each slot."""
     margin = np.full(work.shape[1], rows.margins[0], np.int64)
     if len(rows.margins) == 1 or not beside.any():
         return margin
@@ -231,7 +243,7 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
     best = prices[0]
     for number in range(1, len(rows.margins)):
         other = prices[number]
-        # The first price that differs decides.
+        # The first of the three times that differs decides.
         differs = np.argmax(other != best, axis=0)
         better = np.take_along_axis(other, differs[None], 0)[0] < np.take_along_axis(best, differs[None], 0)[0]
         margin = np.where(better, rows.margins[number], margin)
@@ -240,8 +252,8 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
 
 
 def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
-    """``[margin, 3, slot]``: time of the slowest rank, of all ranks, and of their work alone,
-    slowed by what travels.
+    """Return ``[margin, 3, slot]``: the time of the slowest rank, the sum over all ranks, and the sum of their work
+    alone as transfers slow it down.
     """
     ns = rows.overlapped_ns(work, beside)
     slowed = np.where(beside > 0, work * rows.slow // 1000, work)
@@ -249,12 +261,12 @@ def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
 
 
 def _least_ns(work: Ints, beside: Ints, rows: Rows) -> int:
-    """Time of some slots, each until its slowest rank is done, under the best margins."""
+    """Return the time of some slots under their best margins; each slot takes as long as its slowest rank."""
     return int(rows.overlapped_ns(work, beside).max(axis=1).min(axis=0).sum())
 
 
 def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tuple[Ints, Ints]:
-    """(how far ahead each stage is posted, what then travels beside each slot)."""
+    """Return (how far ahead each stage is posted, the transfers beside each slot ``[rank, slot]`` that result)."""
     t = program.transfers
     moves = t.source != t.target
     bound = np.zeros(program.stages, bool)
@@ -266,7 +278,7 @@ def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tup
         two = slice(stage - 2, stage)
         spare = np.maximum(work[:, stage - 2] - beside[:, stage - 2], 0)
         early = np.minimum(beside[:, stage - 1], spare)
-        if not early.any():  # then nothing would change
+        if not early.any():  # posting this stage earlier would change nothing
             continue
         moved = beside.copy()
         moved[:, stage - 2] += early
@@ -278,7 +290,7 @@ def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tup
 
 
 def _rounds_per_call(program: Program, shape: Shape, cluster: Cluster, cost: CostModel) -> Ints:
-    """Rounds to a call for each stage, 0 where one call is as fast."""
+    """Return the number of rounds per call for each stage, or 0 if a single call is as fast."""
     messages, stages, levels = find_messages(program, shape, cluster)
     at = messages.exchange * cluster.ranks + messages.target
     count, size = (

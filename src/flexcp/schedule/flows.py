@@ -1,8 +1,8 @@
-"""Flows: bytes from rank to rank, forward and backward, and how long an exchange of them takes.
+"""Flows: the bytes from rank to rank, forward and backward, and how long it takes to exchange them.
 
-The same bytes as the plan's transfers would move, counted without making them. Every rank has a port inside its node
-and one across nodes; both work at once, in both directions. A grouped exchange takes a rank as long as the busiest port
-among itself and the ranks that send to it.
+These are the same bytes that the plan's transfers would move, counted without making the transfers. Every rank has a
+port inside its node and a port across nodes; both work at the same time and in both directions. A grouped exchange
+takes a rank as long as the busiest port among itself and the ranks that send to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 
 class Flows(NamedTuple):
-    """Bytes from rank to rank."""
+    """Bytes from rank to rank: ``size`` bytes from ``source`` to ``target``."""
 
     source: Ints
     target: Ints
@@ -35,11 +35,11 @@ class Flows(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What moves in one direction of one layer, by when it moves.
+    """What moves in one direction of one layer, by the time at which it moves.
 
-    ``relays`` pass inputs on inside a node, ``relayed`` is their gradients on the way to the rank that passed them on.
-    ``gradients`` of keys leave when the work on those keys is done, ``outputs`` when all work is. The hops of a ring
-    are a pass's total, one flow a link.
+    ``relays`` pass inputs on inside a node; ``relayed`` are the gradients of these inputs on their way back to the rank
+    that passed them on. ``gradients`` of keys leave when the work on those keys is done, ``outputs`` when all work is
+    done. ``kv_hops`` and ``dkv_hops`` are the hops of rings, with one flow per link for all hops of a pass.
     """
 
     inputs: Flows
@@ -52,25 +52,29 @@ class Moves(NamedTuple):
 
     @property
     def everything(self) -> Flows:
-        """All of it."""
+        """All flows of the pass together."""
         return join_flows(self)
 
 
 def join_flows(parts: Sequence[Flows]) -> Flows:
-    """All flows of the parts; what stays on its rank is none, nor is one without bytes."""
+    """Return all flows of the parts, without flows that stay on their rank or have no bytes."""
     columns = [np.concatenate([getattr(p, f) for p in parts] or [np.zeros(0, np.int64)]) for f in Flows._fields]
     moves = (columns[0] != columns[1]) & (columns[2] > 0)
     return Flows(*(c[moves] for c in columns))
 
 
 def static_moves(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
-    """Forward and backward of a gather or of rings, the same bytes as the plan's transfers."""
+    """Return what moves in the forward and in the backward of a gather or of rings, the same bytes as in the plan's
+    transfers.
+    """
     return _gathered(placement, shape) if placement.traffic.kind == "gather" else _passed_round(placement, shape)
 
 
 def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
-    """Forward and backward of what is needed, the same bytes as the plan's transfers;
-    ``keys_kept`` do not travel again.
+    """Return what moves in the forward and in the backward with needed traffic, the same bytes as in the plan's
+    transfers.
+
+    With ``keys_kept``, keys do not travel again in the backward.
     """
     each = shape.bytes_per_token_head()
     none = join_flows([])
@@ -96,7 +100,9 @@ def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Mo
 
 
 def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
-    """All keys of a group to all of it, and in the backward every rank's partial dkv home."""
+    """Return the moves of a gather: all keys of a group to all its ranks, and in the backward every rank's partial dkv
+    back.
+    """
     each = shape.bytes_per_token_head() * shape.kv_heads
     none = join_flows([])
     keys, grads = [], []
@@ -112,7 +118,9 @@ def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
 
 
 def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
-    """Heads exchanged inside each ring position, keys passed from position to position, dkv after them."""
+    """Return the moves of rings: heads are exchanged inside each ring position, keys travel from position to position,
+    and dkv follows them.
+    """
     each = shape.bytes_per_token_head()
     forward: list[Moves] = []
     backward: list[Moves] = []
@@ -121,7 +129,7 @@ def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
         borders = np.arange(split + 1) * shape.heads // split
         low, high = shape.kv_range(borders[:-1], borders[1:])
         heads, kv_heads = np.diff(borders), high - low
-        # A KV head that several head groups read gets its gradient from all of them.
+        # The gradient of a KV head that several head groups read is the sum of partial gradients from all of them.
         shared = int(split > shape.kv_heads)
         # [group, position, owner, worker]: an owner's tokens and the heads of the rank that works on them.
         owner = np.repeat(ranks, split, axis=2).reshape(-1)
@@ -131,7 +139,7 @@ def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
         there_again = Flows(owner, worker, there.size + of_heads * each[Kind.DO, 0])
         home = Flows(worker, owner, of_heads * each[Kind.O, 0])
         home_again = Flows(worker, owner, of_heads * each[Kind.DQ, 0] + of_kv * each[Kind.DKV, shared])
-        # A link into a position carries the keys of all positions but that one; dkv of all but the sender's.
+        # A link into a position carries the keys of all other positions, and the dkv of all positions but the sender's.
         links = np.roll(ranks, 1, axis=1).reshape(-1), ranks.reshape(-1)
         at = placement.tokens[ranks].sum(axis=2, keepdims=True)
         others = at.sum(axis=1, keepdims=True) - at
@@ -152,7 +160,7 @@ class Ports(NamedTuple):
 
 
 def through_ports(flows: Flows, cluster: Cluster) -> Ports:
-    """The bytes through each rank's ports."""
+    """Return the bytes that flows move through each rank's ports."""
     across = flows.source // cluster.ranks_per_node != flows.target // cluster.ranks_per_node
     level = across * cluster.ranks
     size = 2 * cluster.ranks
@@ -161,8 +169,8 @@ def through_ports(flows: Flows, cluster: Cluster) -> Ports:
 
 
 def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank in a grouped exchange: the busiest port of its own or of a rank it waits for,
-    and the start of its messages.
+    """Return the time of each rank in a grouped exchange: the busiest port among its own and those of ranks that send
+    to it, plus the start of its messages.
     """
     ranks = cluster.ranks
     if len(flows.size) == 0:
@@ -177,6 +185,6 @@ def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
 
 
 def ports_ns(size: Ints, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of ``size[across nodes, rank]`` bytes through each rank's two ports at once."""
+    """Return the time of ``size[across nodes, rank]`` bytes through each rank's two ports, which work in parallel."""
     inside = cost.link_ns(size[0], cluster.intra_mbps)
     return inside if cluster.nodes == 1 else np.maximum(inside, cost.link_ns(size[1], cluster.inter_mbps))

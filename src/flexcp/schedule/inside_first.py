@@ -39,8 +39,10 @@ Ints = NDArray[np.int64]
 
 
 class NodeWork(NamedTuple):
-    """How each rank's work on received keys divides: ``near`` is the share on keys from its own node, in ``PARTS``;
-    ``again`` is the work of reading once more the rows that also read keys from other nodes.
+    """How each rank's work on received keys is divided between keys of its own node and keys of other nodes.
+
+    ``near`` is the share of the work on keys of its own node, in ``PARTS``; ``again`` is the work of one more pass over
+    the rows that also read keys of other nodes.
     """
 
     near: Ints
@@ -50,7 +52,7 @@ class NodeWork(NamedTuple):
 def node_work(
     needs: Needs, placement: Placement, regions: Regions, cuts: Cuts, pairs: Pairs, cluster: Cluster, cost: CostModel
 ) -> NodeWork | None:
-    """Return how work divides between keys of the own node and of others; None if such stages make no sense."""
+    """Return how work is divided between keys of the own node and of other nodes; None if such stages make no sense."""
     keys, size = needs.keys.first, cluster.ranks_per_node
     crossing = keys.owner // size != keys.rank // size
     if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
@@ -80,7 +82,10 @@ def inside_first(
     backward: bool,
     rest_of_layer: Ints,
 ) -> Stages:
-    """Return the fastest stages of this kind, with their time under contention."""
+    """Return the fastest stages of this kind, with their time under contention.
+
+    ``rest_of_layer`` is how long each rank computes before its attention begins.
+    """
     from flexcp.schedule.compiled_contention import inside_then_across
 
     near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)

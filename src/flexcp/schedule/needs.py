@@ -1,8 +1,8 @@
-"""Needs: which tokens of others each rank's regions read, exact to the token and the head.
+"""Needs: the tokens of other ranks that each rank's regions read, exact to the token and the head.
 
 A rank reads the rows and the keys of its regions' slices. What it does not keep itself is a *piece* of the rank that
-does. A piece is cut where the number of ranks that read its tokens changes between one and several, because a result
-that several ranks have a part in travels as a partial one.
+keeps it. A piece is cut where the number of ranks that read its tokens changes between one and several, because a
+result to which several ranks contribute travels as a partial result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ Ints = NDArray[np.int64]
 def needed_pieces(
     placement: Placement, shape: Shape, regions: Regions, cuts: Cuts, pairs: Pairs
 ) -> tuple[Pieces, Pieces]:
-    """The query and the key pieces that ranks read from others (their own too when those are assembled)."""
-    # A document whose regions all find their rows and keys at home moves nothing, and most are like that.
+    """Return (query pieces, key pieces) that ranks read from others, or also from themselves if own tokens are
+    assembled.
+    """
+    # If all rows and keys of a document's regions are on their own ranks, nothing of it moves; most are like that.
     travels = np.zeros(placement.batch.documents, bool)
     travels[regions.document[pairs.all > pairs.own]] = True
     away = travels[regions.document[cuts.region]]
@@ -37,7 +39,9 @@ def needed_pieces(
 
 
 class _Reads(NamedTuple):
-    """Stream ranges that ranks read of elementary head ranges, which lie between the head borders."""
+    """Ranges of the stream that ranks read; ``head`` is the number of an elementary head range, from ``borders[head]``
+    to ``borders[head + 1]``.
+    """
 
     rank: Ints
     head: Ints
@@ -47,7 +51,7 @@ class _Reads(NamedTuple):
 
 
 def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
-    """The rows and the keys that each rank's regions read."""
+    """Return (rows, keys) that each rank's regions read."""
     rank, h0, h1 = (column[cuts.region] for column in (regions.rank, regions.h0, regions.h1))
     g0, g1 = shape.kv_range(h0, h1)
     sides = []
@@ -64,8 +68,8 @@ def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
 class Pieces(Table):
     """What ranks read of others' tokens.
 
-    ``partial`` says that several ranks read these tokens and heads, so that each one's results for them are a part of
-    the sum.
+    ``partial`` says that several ranks read these tokens and heads, so that the results of each of them are only a part
+    of the sum.
     """
 
     rank: Ints
@@ -78,12 +82,12 @@ class Pieces(Table):
 
     @property
     def amount(self) -> Ints:
-        """Tokens x heads of each."""
+        """Tokens x heads of each piece."""
         return np.asarray((self.stop - self.start) * (self.h1 - self.h0))
 
 
 def _pieces(placement: Placement, reads: _Reads) -> Pieces:
-    """The reads as pieces, cut where the number of ranks that read changes between one and several."""
+    """Return the reads as pieces, cut where the number of ranks that read changes between one and several."""
     heads = len(reads.borders)
     reader, start, stop = united(reads.rank * heads + reads.head, reads.start, reads.stop)
     rank, head = reader // heads, reader % heads
@@ -108,7 +112,7 @@ def _pieces(placement: Placement, reads: _Reads) -> Pieces:
 
 
 def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, partial: Ints, borders: Ints) -> Ints:
-    """Pieces of the same tokens in adjacent elementary head ranges become one."""
+    """Return the columns of pieces, with pieces of the same tokens in adjacent elementary head ranges joined."""
     order = np.lexsort((head, partial, stop, start, owner, rank))
     columns = np.stack([rank, owner, start, stop, head, partial])[:, order]
     same = np.all(columns[[0, 1, 2, 3, 5], 1:] == columns[[0, 1, 2, 3, 5], :-1], axis=0)

@@ -1,9 +1,9 @@
-"""Predict: how long a placement takes.
+"""Predict: how long a placement takes, in closed form.
 
-:func:`predict` is the closed short form, what ``auto`` is scored by: nothing is scheduled, everything is arithmetic on
-columns. It counts the same bytes as the plan would move (exactly, by rank, direction and level) and the same pairs
-(exactly, those that a rank can compute from its own tokens apart from the rest), and puts them together like this, for
-every rank:
+:func:`predict` gives the time by which ``auto`` scores candidates. Nothing is scheduled; everything is arithmetic on
+columns. The bytes are exactly those that the plan would move (by rank, direction and level), and so are the pairs
+(those that a rank can compute from its own tokens are counted separately). For every rank the parts are combined like
+this:
 
     needed    own work and stages of other work, each against the next inputs and the last results
               (:mod:`flexcp.schedule.stages`)
@@ -12,13 +12,16 @@ every rank:
     step      sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
 
 The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute.
-What is approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under
-causal and full masks (under others it is counted hop by hop, unless the ring is very large, and a rank waits for the
-one before it); every hop takes as long as the slowest link of its ring; an exchange takes as long as the busiest port
-among a rank and the ranks that send to it; whom a static method's exchange waits for was ready from the start.
-Everything is an integer in nanoseconds and rounded up.
+All times are integers in nanoseconds, rounded up. The approximations are:
 
-:func:`lower_bound` is the compute of the batch perfectly divided: no placement is predicted faster.
+- The work of a ring is spread evenly over its hops after the first. Under causal and full masks this is as good as
+  exact. Under other masks, work is counted hop by hop and a rank waits for the one before it, unless the ring is very
+  large.
+- Every hop takes as long as the slowest link of its ring.
+- An exchange takes as long as the busiest port among a rank and the ranks that send to it.
+- The ranks for which an exchange of a static method waits were ready from the start.
+
+:func:`lower_bound` is the compute of the batch divided perfectly: no placement is predicted to be faster.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ Ints = NDArray[np.int64]
 class Prediction:
     """What a step is predicted to cost, forward and backward.
 
-    ``attention_ns``, ``exposed_ns`` and ``linear_ns`` are of each rank, over all layers. ``moves`` of one layer are of
-    each mask, forward then backward; ``sent`` and ``received`` are their bytes,
+    ``attention_ns``, ``exposed_ns`` and ``linear_ns`` are times of each rank over all layers. ``moves`` are those of
+    one layer of each mask, forward then backward; ``sent`` and ``received`` are their bytes,
     ``[mask, backward, across nodes, rank]``.
     """
 
@@ -62,36 +65,37 @@ class Prediction:
 
     @property
     def sent(self) -> Ints:
-        """Bytes that leave each rank."""
+        """Bytes that each rank sends, ``[mask, backward, across nodes, rank]``."""
         return self._bytes("sent")
 
     @property
     def received(self) -> Ints:
-        """Bytes that reach each rank."""
+        """Bytes that each rank receives, ``[mask, backward, across nodes, rank]``."""
         return self._bytes("received")
 
     def _bytes(self, way: str) -> Ints:
+        """Return the bytes through all ports, ``way`` being "sent" or "received"."""
         found = [getattr(through_ports(moves.everything, self.cluster), way) for moves in self.moves]
         return np.reshape(found, (-1, 2, 2, self.cluster.ranks))
 
     @property
     def rank_ns(self) -> Ints:
-        """Time of each rank."""
+        """The time of each rank."""
         return self.attention_ns + self.exposed_ns + self.linear_ns
 
     @property
     def slowest(self) -> int:
-        """The rank that the step waits for."""
+        """The rank with the longest time, for which the step waits."""
         return int(self.rank_ns.argmax())
 
     @property
     def total_ns(self) -> int:
-        """Time of the step."""
+        """The time of the step, which is that of its slowest rank."""
         return int(self.rank_ns.max())
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """The slowest rank's nanoseconds by what they go to."""
+        """The nanoseconds of the slowest rank by what it spends them on: attention, exposed, linear."""
         at = self.slowest
         parts = {"attention": self.attention_ns, "exposed": self.exposed_ns, "linear": self.linear_ns}
         return {name: int(values[at]) for name, values in parts.items()}
@@ -102,7 +106,7 @@ class Prediction:
 
 
 def milliseconds(ns: int) -> str:
-    """Nanoseconds as milliseconds with three decimals."""
+    """Return nanoseconds as text in milliseconds, with three decimals."""
     return f"{ns / 1e6:.3f}"
 
 
@@ -114,8 +118,10 @@ def predict(
     keep_kv: int = 0,
     analysis: list[MaskAnalysis] | None = None,
 ) -> Prediction:
-    """The predicted time of one step of this placement; ``keep_kv`` and ``analysis``
-    as in :func:`flexcp.schedule.transfers.make_plan`.
+    """Return the predicted time of one step of this placement.
+
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, over all layers. ``analysis`` is
+    the result of :func:`flexcp.schedule.analysis.analyse` for a placement with needed traffic, if the caller has it.
     """
     if placement.traffic.kind == "needed":
         times = _needed_times(analysis or analyse(placement, shape, cluster, cost, keep_kv))
@@ -133,7 +139,7 @@ def predict(
 
 
 class _PassTime(NamedTuple):
-    """One layer's attention in one direction: compute of each rank, the same with all waiting, and what moves."""
+    """One layer's attention in one direction: compute of each rank, its whole time including waits, and what moves."""
 
     busy: Ints
     ns: Ints
@@ -141,13 +147,15 @@ class _PassTime(NamedTuple):
 
 
 def _needed_times(masks: list[MaskAnalysis]) -> list[list[_PassTime]]:
-    """Forward and backward of every mask, as they would be scheduled."""
+    """Return the times of forward and backward for every mask, with the stages that were chosen."""
     both = [(found.forward, found.backward) for found in masks]
     return [[_PassTime(one.work.own + one.work.rest, one.stages.ns, one.moves) for one in pair] for pair in both]
 
 
 def _static_times(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel) -> list[list[_PassTime]]:
-    """Forward and backward of every mask under a static method, which keeps no keys."""
+    """Return the times of forward and backward for every mask under a static method, which keeps no keys for the
+    backward.
+    """
     rings, moves = rings_of(placement), static_moves(placement, shape)
     times = []
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
@@ -167,13 +175,13 @@ def _static_times(placement: Placement, shape: Shape, cluster: Cluster, cost: Co
 
 
 def _hop_spans(by_hop: Ints, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool) -> Ints:
-    """Nanoseconds of the work of each hop, ``[rank, hop]``, with the start of each kernel."""
+    """Return the nanoseconds of the work of each hop, ``[rank, hop]``, including the start of each kernel."""
     spans = np.stack([cost.attention_ns(work, shape, cluster, backward) for work in by_hop.T], axis=1)
     return spans + cost.kernel_ns * (by_hop > 0)
 
 
 def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
-    """A rank's attention ends no sooner than that of the ranks which compute results for it."""
+    """Return the time of each rank, at least that of the ranks that compute results for it."""
     home = join_flows([moves.relayed, moves.dkv_hops, moves.gradients, moves.outputs])
     found = ns.copy()
     np.maximum.at(found, home.target, ns[home.source])
@@ -181,10 +189,9 @@ def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
 
 
 def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, head_flops: int = 0) -> int:
-    """Nanoseconds of the batch's compute divided perfectly over the ranks, each as fast as it is.
+    """Return the nanoseconds of the batch's compute, divided perfectly over the ranks according to their speeds.
 
-    ``head_flops`` are those of a token in the vocabulary's projection, where the compute is a whole pass and not its
-    layers alone.
+    ``head_flops`` are the FLOPs of the projection to the vocabulary per token, if it belongs to the step.
     """
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
     ns = int(cost.head_ns(batch.lengths.sum(keepdims=True), head_flops, shape, alone)[0])
@@ -196,8 +203,8 @@ def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, h
 
 
 def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
-    """For each mask, the least work of every document in pairs x query heads: its area and its row tiles,
-    cut nowhere.
+    """Return for each mask the least work of every document in pairs x query heads: its area and its row tiles, without
+    cuts.
     """
     documents = np.arange(batch.documents, dtype=np.int64)
     found = []
@@ -211,7 +218,7 @@ def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
 
 
 def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank for one layer's attention in one direction, waiting included."""
+    """Return the time of each rank for one layer's attention in one direction, including waits."""
     own, rest = work.own, work.rest
     there = exchange_ns(moves.inputs, cluster, cost)
     home = exchange_ns(moves.outputs, cluster, cost)
@@ -220,8 +227,8 @@ def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: C
     keys, grads, both = _hops_ns(moves, rings, cluster, cost)
     hops = np.maximum(rings.positions - 1, 1)
     each = -(-rest // hops)
-    # The work on own keys hides the first hop, every later piece of work the hop after it. Gradients follow the keys
-    # two hops behind, so the last two travel alone, the very last with nothing left to hide it.
+    # The work on own keys hides the first hop, and the work of each hop hides the next one. Gradients follow their keys
+    # two hops later, so the last two of them travel without keys, and no work hides the very last.
     turning = np.maximum(own, keys) + each
     if len(moves.dkv_hops.size) == 0:
         turning += (hops - 1) * np.maximum(each, keys)
@@ -233,13 +240,14 @@ def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: C
 
 
 def _is_uneven(mask: LayerMask) -> bool:
-    """Whether hops of a ring bring work that differs from hop to hop."""
+    """Return whether the work may differ from hop to hop of a ring."""
     return any(rule not in (causal(), full()) for rule in mask.rules)
 
 
 def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank for one layer's attention in one direction around rings, from its work by hop,
-    waiting included.
+    """Return the time of each rank for one layer's attention in one direction around rings, including waits.
+
+    ``spans[rank, hop]`` is the work of each hop.
     """
     keys, grads, both = _hops_ns(moves, rings, cluster, cost)
     if len(moves.dkv_hops.size) == 0:
@@ -247,7 +255,7 @@ def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: 
     last = rings.positions - 1
     begin = np.zeros(cluster.ranks, np.int64)
     for hop in range(spans.shape[1]):
-        # What travels beside this hop's work: the next hop's keys, and gradients two hops behind theirs.
+        # The keys of the next hop and, from the third hop on, gradients travel beside the work of this hop.
         beside = np.where(hop < last, keys if hop < 2 else both, grads if hop >= 2 else 0)
         meeting = np.maximum(begin, begin[rings.before])
         end = np.maximum(begin + spans[:, hop], np.where(beside > 0, meeting + beside, 0))
@@ -259,7 +267,7 @@ def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: 
 
 
 def _hops_ns(moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> tuple[Ints, Ints, Ints]:
-    """Time of one hop of keys, of gradients and of both together, as slow as the slowest link of the rank's group."""
+    """Return the time of one hop of keys, of gradients and of both together, for the slowest link of a rank's group."""
     hops = np.maximum(rings.positions - 1, 1)
     keys, grads = (through_ports(flows, cluster).received for flows in (moves.kv_hops, moves.dkv_hops))
     found = []

@@ -1,8 +1,8 @@
-"""Rings: where ranks stand in the groups of a static method, and what each hop of a ring brings them to compute.
+"""Rings: the place of each rank in the groups of a static method, and the work that each hop of a ring brings.
 
-What the ranks of one ring position keep is at home for all of them. Work on the keys of other positions comes hop by
-hop: its row tiles are counted by :func:`count_static_pairs`, its pairs hop by hop by :func:`hop_work` where hops
-differ.
+What the ranks of one ring position keep is at home on all of them. Work on the keys of other positions comes hop by
+hop: :func:`count_static_pairs` counts its pairs and how many hops bring some, and :func:`hop_work` counts it for every
+hop separately, for masks under which hops differ.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from flexcp.schedule.work import Cuts, Homes, Pairs, count_pairs, cut_regions, h
 
 Ints = NDArray[np.int64]
 MOST_HOP_PARTS = 100_000
-"""Parts that :func:`hop_work` counts: some 30 ms of planning."""
+"""The most parts that :func:`hop_work` counts, which takes about 30 ms."""
 
 
 class Rings(NamedTuple):
-    """Where each rank stands: its group's number of ring positions, labels of its position and its group,
-    the rank its keys come from.
+    """The place of each rank in the groups of a static method.
 
-    Ranks of one position hold each other's keys before the ring turns. Without rings every rank is a position of its
-    own. ``number`` is a position's in its ring: keys go from each to the next.
+    ``positions`` is the number of ring positions in its group, ``position`` and ``group`` are labels of its position
+    and its group, ``number`` is the place of its position in the ring, and ``before`` is the rank that its keys come
+    from. Keys go from each position to the next. Ranks of one position have each other's keys before the ring turns. If
+    there are no rings, ``turn`` is False and every rank is a position of its own.
     """
 
     turn: bool
@@ -42,7 +43,7 @@ class Rings(NamedTuple):
 
 
 def rings_of(placement: Placement) -> Rings:
-    """Where the ranks of a placement stand."""
+    """Return the place of each rank of a placement in its groups."""
     alone = np.arange(placement.ranks, dtype=np.int64)
     if placement.traffic.kind != "ring":
         return Rings(False, np.ones_like(alone), alone, alone, np.zeros_like(alone), alone)
@@ -58,7 +59,7 @@ def rings_of(placement: Placement) -> Rings:
 
 
 def grids_by_shape(placement: Placement) -> list[Ints]:
-    """The groups' grids as arrays ``[group, ring position, head group]``, one for each shape there is."""
+    """Return the groups' grids as arrays ``[group, ring position, head group]``, one array for each shape of grid."""
     found: dict[tuple[int, int], list[tuple[tuple[int, ...], ...]]] = {}
     for grid in placement.traffic.groups:
         found.setdefault((len(grid), len(grid[0])), []).append(grid)
@@ -66,7 +67,7 @@ def grids_by_shape(placement: Placement) -> list[Ints]:
 
 
 def count_static_pairs(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings) -> Pairs:
-    """The pairs of each region."""
+    """Return the pairs of each region under a static method."""
     first, same = _same_rows(placement, regions, rings)
     if len(first) < len(regions):
         found = _pairs_of_each(placement, mask, regions.take(first), rings)
@@ -75,8 +76,9 @@ def count_static_pairs(placement: Placement, mask: LayerMask, regions: Regions, 
 
 
 def _same_rows(placement: Placement, regions: Regions, rings: Rings) -> tuple[Ints, Ints]:
-    """(one of each kind, kind of each region): regions of one ring position that differ only
-    in their heads are a kind.
+    """Return (one region of each kind, the kind of each region).
+
+    Regions of one ring position that differ only in their rank and heads are of the same kind.
     """
     everyone = np.arange(len(regions), dtype=np.int64)
     if np.all(rings.position == np.arange(placement.ranks)):
@@ -90,6 +92,7 @@ def _same_rows(placement: Placement, regions: Regions, rings: Rings) -> tuple[In
 
 
 def _pairs_of_each(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings) -> Pairs:
+    """Return the pairs of each region, counted region by region."""
     cuts = cut_regions(placement, mask, regions)
     homes = homes_of(placement, rings.position)
     pairs = count_pairs(placement, regions, cuts, homes)
@@ -102,17 +105,18 @@ def _pairs_of_each(placement: Placement, mask: LayerMask, regions: Regions, ring
 
 
 def _runs_seen(cuts: Cuts, homes: Homes) -> Ints:
-    """In how many runs of ring positions the keys of each slice lie: at least as many as positions that hold them."""
+    """Return how many runs of ring positions the keys of each slice lie in, at least the number of positions."""
     start, stop = np.sort(homes.start), np.sort(homes.stop)
     first, last = cuts.begin + cuts.slices[:, K0], cuts.begin + cuts.slices[:, K1]
     return np.searchsorted(start, last) - np.searchsorted(stop, first, side="right")
 
 
 def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings, cost: CostModel) -> Ints | None:
-    """Pairs x query heads of each rank on the keys of each hop, ``[rank, hop]``, row tiles included;
-    hop 0 is what its position keeps.
+    """Return the work of each rank on the keys of each hop, ``[rank, hop]``, in pairs x query heads, including row
+    tiles.
 
-    None where counting would take too long: large rings cut regions into very many parts.
+    Hop 0 is what its own position keeps. Return None if counting would take too long: large rings cut regions into very
+    many parts.
     """
     index, slices, begin = cut_regions(placement, mask, regions)
     order = np.argsort(placement.runs.start)
@@ -125,7 +129,7 @@ def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rin
     worker = regions.rank[index[item]]
     hop = (rings.number[worker] - rings.number[keeper[run]]) % rings.positions[worker]
     hops = int(rings.positions.max())
-    # A region's pass over what a hop brings, where it sees any of it.
+    # A region passes once over the keys of each hop of which it sees any.
     passes, of_pass = np.unique((index[item] * hops + hop)[pairs > 0], return_inverse=True)
     region, hop = passes // hops, passes % hops
     tiles = cost.row_tiles_work(regions.q1 - regions.q0)[region]

@@ -1,12 +1,13 @@
-"""Routes: keys that several ranks of a node read cross the network once, through a port that has time.
+"""Routes: keys that several ranks of a node read cross the network once, through a port that is not overloaded.
 
-Keys from the reader's own node come straight from their owner. Of those from other nodes every token enters the node
-once, at its *entry*: a rank that reads it and passes it on to the others. The gradients take the same way back and are
-added up at the entry, so they leave the node once too.
+Keys from the reader's own node come directly from their owner. Keys from other nodes enter the node once, at their
+*entry*: a rank that reads them and passes them on to the other readers. Gradients take the same way back. They are
+added up at the entry, so they also leave the node only once.
 
-Entries share the node's ports: tokens with several readers take turns, and a rank that would receive more than twice
-its even share of what enters its node leaves the rest to ranks with room, although these do not read it. Inside a node
-that detour is cheap. It is made only for what would take clearly longer than a message takes to start.
+The entries share the load of the node's ports. The readers of the same tokens take turns in being their entry. If a
+rank would receive more than twice its even share of what enters its node, the rest enters at ranks with room, although
+these do not read it; inside a node this detour is cheap. It is only made for amounts that take clearly longer than the
+start of a message.
 """
 
 from __future__ import annotations
@@ -27,29 +28,31 @@ from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
 TURNS = 4
-"""In how many chunks a port's share is dealt out."""
+"""The number of chunks into which a port's even share is divided."""
 OVER = 2
-"""A port may have so many times its even share of what enters before others help it."""
+"""How many times its even share of what enters a node a port may receive before others help it."""
 STARTS = 20
-"""A detour is not worth less than the bytes of so many latencies."""
+"""No detour is made for a rank that receives fewer bytes than its port carries in this many latencies."""
 CHUNK_TOKENS = 128
-"""Chunks of keys are multiples of this."""
+"""The length of a chunk of keys is a multiple of this many tokens, except for the last one of a piece."""
 SHELF_LINES = 5 * 2 * 128
-"""Bytes at most between the kept tensors of a head range: two on each
-of at most five shelves (four stages, one more behind a relay).
+"""The most bytes of padding between the kept tensors of a head range: two tensors of 128 bytes alignment on each of at
+most five shelves (four stages, and one more after a relay).
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Relays(Table):
-    """Row ``first`` of the pieces that come from their owners is passed on to ``rank``."""
+    """Pieces that are passed on: row ``first`` of the pieces that come from their owners is passed on to ``rank``."""
 
     first: Ints
     rank: Ints
 
 
 class Routes(NamedTuple):
-    """How key pieces travel: ``first`` straight from their owners, then ``relays`` inside the node."""
+    """How key pieces travel: ``first`` are the pieces that come from their owners, ``relays`` pass them on inside the
+    node.
+    """
 
     first: Pieces
     relays: Relays
@@ -63,7 +66,9 @@ class Needs(NamedTuple):
 
 
 def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True) -> Routes:
-    """Routes of the key pieces that ranks read from others; without ``relay`` each straight from its owner."""
+    """Return the routes of the key pieces that ranks read from others; without ``relay``, all come directly from their
+    owners.
+    """
     size = cluster.ranks_per_node
     across = keys.owner // size != keys.rank // size
     if not relay or not across.any():
@@ -77,7 +82,7 @@ def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True)
 
 
 def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
-    """Bytes that each rank needs to keep the keys it receives in one layer."""
+    """Return the bytes that each rank needs to keep the keys it receives in one layer."""
     first, relays = keys
     received = Pieces.join([first, replace(first.take(relays.first), rank=relays.rank)])
     each = int(shape.bytes_per_token_head()[Kind.KV, 0])
@@ -87,8 +92,9 @@ def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
 
 
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
-    """The pieces cut by heads where ranks of one node read different heads of one owner,
-    so that ranges are equal or apart.
+    """Return the pieces, cut by heads where ranks of one node read different heads of one owner.
+
+    The head ranges that ranks of a node read of an owner are then either equal or disjoint.
     """
     pair = keys.rank // cluster.ranks_per_node * cluster.ranks + keys.owner
     borders = distinct(np.concatenate([keys.h0, keys.h1]), int(keys.h1.max()) + 1)
@@ -108,11 +114,13 @@ def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
 
 
 def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
-    """The keys that enter nodes, cut where readers change and into turns:
-    (chunks with a node for a rank, their readers, their segment).
+    """Return the keys that enter nodes, cut where their readers change and into chunks: (chunks, readers, segments).
+
+    The ``rank`` of a chunk is the number of its node. ``readers`` has a row for each chunk and each rank that reads it.
+    A segment is a range of tokens with the same readers; the last result is the segment of each chunk.
     """
     node = keys.rank // cluster.ranks_per_node
-    # One axis for everything that is alike but for its reader and its tokens.
+    # Pieces that differ only in reader and tokens get the same kind, so that all tokens can be put on one axis.
     kinds = np.stack([node, keys.owner, keys.h0, keys.h1, keys.partial])
     distance = (keys.owner - node * cluster.ranks_per_node) % cluster.ranks
     order = np.lexsort((keys.partial, keys.h1, keys.h0, distance, node))
@@ -124,7 +132,7 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
     same = edges[:-1] // span == edges[1:] // span
     low, high = edges[:-1][same], edges[1:][same]
     piece, segment = overlaps(kind * span + keys.start, kind * span + keys.stop, low, high)
-    # Turns: no chunk is more than a part of a port's share, in whole tiles.
+    # A chunk is at most 1 / TURNS of a port's even share, rounded up to whole tiles.
     of_segment = np.zeros(len(low), np.int64)
     of_segment[segment] = piece
     seen = sums(segment, np.ones_like(segment), len(low)) > 0
@@ -154,7 +162,7 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
 
 
 def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) -> Ints:
-    """The rank at which each chunk enters its node."""
+    """Return the rank at which each chunk enters its node."""
     size, ranks = cluster.ranks_per_node, cluster.ranks
     amount = chunks.amount
     begin = np.searchsorted(readers.first, np.arange(len(chunks) + 1))
@@ -170,7 +178,7 @@ def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) ->
     over[order] = before + amount[order] > share[node[order]]
     if not over.any():
         return entry
-    # What is over goes along the room that is left in the node, rank by rank.
+    # Chunks beyond a port's share fill the room that is left on the ranks of the node, rank by rank.
     room = np.maximum(np.repeat(share, size) - sums(entry[~over], amount[~over], ranks), 0)
     upto = np.cumsum(room)
     node_room = np.concatenate([np.zeros(1, np.int64), upto])[::size]
@@ -178,13 +186,13 @@ def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) ->
     index = index[np.argsort(node[index], kind="stable")]
     laid = np.cumsum(amount[index]) - amount[index]
     laid -= laid[np.searchsorted(node[index], node[index])]
-    # Ports together have room for twice what enters, so this ends inside the node.
+    # The ports of a node together have room for twice what enters, so the rank found is in the node.
     entry[index] = np.searchsorted(upto, node_room[node[index]] + laid, side="right")
     return entry
 
 
 def _merged(chunks: Pieces, readers: Relays, segment: Ints, entry: Ints) -> tuple[Pieces, Relays, Ints]:
-    """Neighbouring chunks of one segment with one entry as one."""
+    """Return (chunks, readers, entries) with neighbouring chunks of one segment and one entry merged."""
     alike = (segment[1:] == segment[:-1]) & (entry[1:] == entry[:-1])
     first, last = np.concatenate([[True], ~alike]), np.concatenate([~alike, [True]])
     merged = replace(chunks.take(first), stop=chunks.stop[last])

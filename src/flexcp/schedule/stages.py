@@ -1,30 +1,31 @@
-"""Stages: how a rank's inputs are cut into parts that travel one behind the other, and where its local work hides them.
+"""Stages: how a rank's inputs are cut into parts that travel one after the other, and which work hides them.
 
-With s stages a rank does this (inputs of the next stage and results of the last one travel under the work beside them):
+With s stages, a rank does the following. Inputs of the next stage and results of the last one travel during the work
+beside them:
 
     slot 0        its own work, first share        | inputs 1
     slot 1        work that inputs 1 made possible | inputs 2
     slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1
     slot s + 1    its own work, second share       | gradients of the last keys, results for moved queries
 
-The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more
-kernels and messages: each rank takes the number that would be fastest for it alone. Equal parts are enough: own work
-evens the ends out.
+The own work is divided between the two ends in proportion to what travels there. More stages hide more but start more
+kernels and messages: each rank takes the number that would be fastest for it alone. The parts are of equal size, since
+the own work at the ends evens out differences.
 
-But a rank sends a stage only when it has begun the slot before it, so whoever waits makes others wait, once a stage.
-Time is therefore counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are
-clearly faster that way. (A backward whose keys were kept is still counted rank by rank.)
+But a rank sends a stage only when it has begun the slot before, so a rank that waits makes others wait, once per stage.
+Time is therefore also computed over all ranks together, slot by slot, and the number of stages of all ranks is limited
+if fewer stages are clearly faster that way. (A backward whose keys were kept is still computed rank by rank.)
 
-Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the
-same parts, each one slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
+If the keys of the forward are kept for the backward, only moved queries travel in the backward. It works on the same
+parts, each one slot earlier, and the gradients follow. All own work is then at the end, unless queries arrive.
 
-A planner may wish for stages of its own (:class:`flexcp.plan.placement.Divisions`); then nothing is chosen but the
-share of own work.
+A planner may wish for stages of its own (:class:`flexcp.plan.placement.Divisions`); then only the share of own work is
+chosen here.
 
-Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in
-every stage both ports are busy and different ranks ask different owners: the distance inside a node counts first, or
-the ranks of a node that read all of another's tokens would all begin with its first rank. What is relayed inside a node
-(:mod:`flexcp.schedule.routes`) arrives one stage later, and its gradients take one stage more.
+The parts are cut from a rank's pieces in the order of their owners' distance, separately inside and across nodes, so
+that both ports are busy in every stage and different ranks receive from different owners. The distance inside a node
+counts first: otherwise, all ranks of a node that read the tokens of another node would begin with its first rank. What
+is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage later, and its gradients take one stage more.
 """
 
 from __future__ import annotations
@@ -48,29 +49,32 @@ from flexcp.schedule.work import Work
 
 Ints = NDArray[np.int64]
 MOST_STAGES = 4
+"""The largest number of stages."""
 PARTS = 1200
-"""Stages are cut in parts of so many: a multiple of all numbers of stages."""
+"""Borders of stages are counted in this many parts of all inputs, a multiple of all numbers of stages."""
 WORTH_PERMILLE = 990
-"""One more stage is taken when it cuts the time of a rank to this."""
+"""One more stage is used if the time of the rank becomes less than this, per mille."""
 TOGETHER_PERMILLE = 1060
-"""Stages are capped for all when that is faster by more than this: the count over all ranks is not exact either."""
+"""The number of stages is limited for all ranks if that is faster by more than this, per mille; the time over all ranks
+together is not exact either.
+"""
 FLATTERED_PERMILLE = 1012
-"""How much longer events find ways that have transfers inside nodes beside most work
-than such as have them at the ends.
+"""How much longer than predicted here, per mille, the event simulator finds stages with transfers inside nodes beside
+most work, compared with stages that have them only at the ends.
 """
 UNSURE_PERMILLE = 1020
-"""A way to cut that was not taken is not worth simulating when it takes longer than this."""
+"""Another way to cut is worth simulating if it takes no longer than this, per mille of the way that was chosen."""
 CUT_TOKENS = 128
-"""Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
+"""Pieces are cut at multiples of this many tokens, so that kernels have few incomplete tiles."""
 
 
 class Stages(NamedTuple):
-    """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds.
+    """The stages of each rank: how many, per mille of own work held back until after them, and predicted nanoseconds.
 
-    ``borders[rank, s]`` is how much of its inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` and
-    ``inside_first`` are the other ways to cut, of :mod:`flexcp.schedule.thin_ends` and
-    :mod:`flexcp.schedule.inside_first`. ``contended_ns`` is what these say of the slowest rank, and ``others`` are the
-    ways that were looked at and not taken, each in its best form.
+    ``borders[rank, s]`` is how much of a rank's inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` and
+    ``inside_first`` say that the stages are cut as in :mod:`flexcp.schedule.thin_ends` or
+    :mod:`flexcp.schedule.inside_first` and not into equal parts. ``contended_ns`` is the time of the slowest rank under
+    contention. ``others`` are the ways to cut that were considered and not chosen, each in its best form.
     """
 
     number: Ints
@@ -84,7 +88,7 @@ class Stages(NamedTuple):
 
 
 def faster_way(stages: Stages, inside_first: Stages) -> Stages:
-    """The way to cut that is faster under contention, with the others behind it."""
+    """Return the way to cut that is faster under contention, with the ways that were not chosen in ``others``."""
     inside_first = inside_first._replace(ns=stages.ns)
     if inside_first.contended_ns * 1000 <= stages.contended_ns * FLATTERED_PERMILLE:
         return inside_first._replace(others=(stages._replace(others=()), *stages.others))
@@ -92,21 +96,22 @@ def faster_way(stages: Stages, inside_first: Stages) -> Stages:
 
 
 def worth_simulating(stages: Stages) -> Stages | None:
-    """The other way to cut that events might prefer, the fastest of them."""
+    """Return the fastest of the other ways to cut if the event simulator might find it faster, or None."""
     other = min(stages.others, key=lambda way: way.contended_ns, default=None)
     return other if other and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE else None
 
 
 class Peers(NamedTuple):
-    """Ranks that send and ranks that they send to."""
+    """Pairs of ranks that exchange messages: ``source`` sends to ``target``."""
 
     source: Ints
     target: Ints
 
 
 class ExchangeTimes(NamedTuple):
-    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed,
-    all gradients likewise, outputs.
+    """Nanoseconds of each rank for the exchanges of a pass: all inputs (``there``), the relayed part of them
+    (``relays``), all gradients of keys (``back``), the relayed part of them (``relayed``), and results for moved
+    queries (``home``).
     """
 
     there: Ints
@@ -117,7 +122,7 @@ class ExchangeTimes(NamedTuple):
 
 
 def exchange_times(moves: Moves, cluster: Cluster, cost: CostModel) -> ExchangeTimes:
-    """How long what moves takes each rank, exchange by exchange."""
+    """Return how long each exchange of a pass takes each rank."""
     exchanges = (
         join_flows([moves.inputs, moves.relays]),
         moves.relays,
@@ -137,8 +142,9 @@ def choose_stages(
     cluster: Cluster,
     kept: Stages | None = None,
 ) -> Stages:
-    """Each rank's number of equal stages, or, in a backward whose keys are ``kept``, the forward's.
-    ``work`` is in nanoseconds.
+    """Return each rank's number of equal stages and their predicted time; ``work`` is in nanoseconds.
+
+    In a backward whose keys are kept, ``kept`` are the stages of the forward, and their number is used again.
     """
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
@@ -164,14 +170,15 @@ def choose_stages(
 
 
 def equal_borders(number: Ints) -> Ints:
-    """The borders of so many equal stages on each rank."""
+    """Return the borders of equal stages, from each rank's number of stages."""
     found: Ints = np.minimum(np.arange(int(number.max()) + 1) * PARTS // number[:, None], PARTS)
     return found
 
 
 def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
-    """``[rank, stage]``: the work on each stage's keys, and in the first one that on keys at home,
-    for which only queries come.
+    """Return ``[rank, stage]``: the work on the keys of each stage.
+
+    The first stage also has the work on own keys for which only queries arrive.
     """
     rest = work.rest + (number - 1) * work.again - work.at_keys
     found: Ints = -(-rest[:, None] * np.diff(borders, axis=1) // PARTS)
@@ -180,7 +187,7 @@ def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
 
 
 def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> tuple[Ints, Ints]:
-    """(work, what travels beside it) of equal stages, ``[slot, rank]``."""
+    """Return (work, transfers beside it) of equal stages, both ``[slot, rank]``."""
     parts = _parts(number, work, times, cluster)
     of_stages = stage_work(work, number, equal_borders(number)).T
     inside = [np.zeros_like(number), *of_stages, np.zeros_like(number)]
@@ -190,8 +197,11 @@ def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -
 
 
 class _Parts(NamedTuple):
-    """For each rank with its number of stages: its own work before and after them and the work of a stage;
-    what travels beside each.
+    """For each rank and its number of stages: own work before and after the stages, the work of a stage, and what
+    travels.
+
+    ``first`` travels beside the own work before the stages, ``into`` and ``out`` are the inputs and the gradients of
+    one stage, ``last`` travels beside the own work after the stages.
     """
 
     number: Ints
@@ -206,19 +216,20 @@ class _Parts(NamedTuple):
 
 
 def _parts(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> _Parts:
+    """Return the parts of each rank for the given numbers of stages."""
     start = cluster.latency_ns * (number > 1)
     into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
     each = -(-(work.rest + (number - 1) * work.again) // number)
-    # What is relayed needs one more step before the first work and after the last.
+    # What is relayed needs one more exchange before the first work and after the last.
     first = into + again
-    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
+    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # both in one exchange
     held = 1000 * last // np.maximum(first + last, 1)
     after = work.own * held // 1000
     return _Parts(number, held, work.own - after, each, after, first, into, out, last)
 
 
 def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
-    """(work, what travels beside it) of each rank in a slot."""
+    """Return (work, transfers beside it) of each rank in a slot."""
     if slot == 0:
         return p.before, p.first
     inside, end = slot <= p.number, slot == p.number + 1
@@ -227,13 +238,13 @@ def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
 
 
 def _alone_ns(p: _Parts) -> Ints:
-    """Time of each rank if everybody else is always ready."""
+    """Return the time of each rank if all others are always ready."""
     slots = [np.maximum(*_slot(p, slot)) for slot in range(int(p.number.max()) + 2)]
     return np.asarray(sum(slots))
 
 
 def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
-    """Time of each rank where what a slot brings starts when all who send it have begun the slot before."""
+    """Return the time of each rank if the transfers beside a slot start when all their senders have begun the slot."""
     begin = np.zeros_like(p.number)
     for slot in range(int(p.number.max()) + 2):
         work, beside = _slot(p, slot)
@@ -244,7 +255,7 @@ def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
 
 
 def find_peers(moves: Moves) -> Peers:
-    """Who sends to whom, each pair once."""
+    """Return which rank sends to which, each pair once."""
     flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
     span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
     pairs = distinct((flows.source * span + flows.target)[flows.source != flows.target], span * span)
@@ -252,7 +263,9 @@ def find_peers(moves: Moves) -> Peers:
 
 
 def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, peers: Peers) -> Stages:
-    """The numbers of stages, none above the largest cap that is nearly as fast for all together as the best one."""
+    """Return the stages with the largest limit on their number that is nearly as fast for all ranks together as the
+    best.
+    """
     tried = []
     for cap in range(int(number.max()), 0, -1):
         parts = _parts(np.minimum(number, cap), work, times, cluster)
@@ -262,11 +275,13 @@ def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, pe
 
 
 def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> Stages:
-    """With keys that are there: only queries come, and gradients leave behind the work on the next part."""
+    """Return the stages of a backward whose keys are kept: only queries arrive, and gradients leave one slot after the
+    work on their part.
+    """
     start = cluster.latency_ns * (number > 1)
     out, returned = (-(-ns // number) + start * (ns > 0) for ns in (times.back, times.relayed))
     each = -(-(work.rest + (number - 1) * work.again) // number)
-    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
+    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # both in one exchange
     held = 1000 * last // np.maximum(times.there + last, 1)
     second = work.own * held // 1000
     waits = times.there > 0  # work on moved queries begins a slot later
@@ -280,16 +295,18 @@ def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster
 def cut_into_stages(
     keys: Pieces, borders: Ints, cluster: Cluster, inside_first: bool = False
 ) -> tuple[Pieces, Ints, Ints]:
-    """The key pieces cut into parts, given the borders of each rank's stages: (parts, the stage of each, its piece).
+    """Return the key pieces cut into parts, by the borders of each rank's stages: (parts, the stage and the piece of
+    each).
 
-    With ``inside_first`` the first stage has all pieces from the same node, and the others have the rest in equal
-    parts.
+    With ``inside_first``, the first stage has all pieces from the same node, and the other stages have the rest in
+    equal parts.
     """
     if borders.shape[1] == 2:
         return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
     size = cluster.ranks_per_node
     across = (keys.owner // size != keys.rank // size).astype(np.int64)
-    # Inside nodes first: ranks of a node that read the same owners, as a team does, begin with different ones.
+    # The distance inside nodes comes first, so that ranks of a node that read the same owners begin with different
+    # ones.
     inside, nodes = (keys.owner - keys.rank) % size, (keys.owner // size - keys.rank // size) % cluster.nodes
     order = np.lexsort((keys.h0, keys.start, nodes, inside, across, keys.rank))
     port, keys = (2 * keys.rank + across)[order], keys.take(order)
@@ -309,7 +326,9 @@ def cut_into_stages(
 
 
 def _borders_by_level(stages: int) -> Ints:
-    """Borders of what comes from the same node, all of it in the first stage, and of what crosses, in the others."""
+    """Return the borders ``[across, stage]``: pieces from the same node are all in the first stage, pieces that cross
+    nodes are spread over the others.
+    """
     found = np.full((2, stages + 1), PARTS, np.int64)
     found[0, 0] = 0
     found[1] = np.maximum(np.arange(stages + 1) - 1, 0) * PARTS // (stages - 1)
@@ -317,9 +336,7 @@ def _borders_by_level(stages: int) -> Ints:
 
 
 def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
-    """The key pieces cut where a planner wants parts of them in different stages:
-    (parts, the stage of each, its piece).
-    """
+    """Return the key pieces cut into the stages that a planner wishes for: (parts, the stage and the piece of each)."""
     block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
     span = int(placement.tokens.max()) + 1
     order = np.argsort(owner * span + start, kind="stable")
@@ -335,8 +352,8 @@ def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -
 
 
 def _cut_at(keys: Pieces, amount: Ints) -> Ints:
-    """The token of each piece where so many of its tokens x heads lie before,
-    at a whole tile or an end of the piece.
+    """Return the token of each piece before which lie about ``amount`` tokens x heads, at a whole tile or an end of the
+    piece.
     """
     length = keys.stop - keys.start
     tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)

@@ -1,9 +1,10 @@
-"""Thin ends: a small stage, a large one beside whose work nothing travels, and in the backward a small one again.
+"""Thin ends: stages with a small one, then a large one without transfers beside its work, and in the backward a small
+one again.
 
-A kernel that leaves multiprocessors to transfers is slower all the time it runs, not only while they are under way; one
-that leaves none nearly stops until they are done (:class:`flexcp.cost.Contention`). So transfers that are short against
-the work beside them cost much more than they take, and with equal stages (:mod:`flexcp.schedule.stages`) there are some
-in every slot. Here they are beside little work:
+A kernel that leaves multiprocessors to transfers is slower all the time it runs, not only during the transfers; a
+kernel that leaves none nearly stops until the transfers are done (:class:`flexcp.cost.Contention`). So transfers that
+are short compared with the work beside them cost much more than their own time, and with equal stages
+(:mod:`flexcp.schedule.stages`) every slot has some. Here they are beside little work:
 
     slot 0        own work, first share          | inputs 1
     slot 1        work on the small stage 1      | inputs 2 and 3
@@ -11,14 +12,15 @@ in every slot. Here they are beside little work:
     slot 3        work on the small stage 3      | gradients of the keys of stages 1 and 2
     slot 4        own work, second share         | gradients of the keys of stage 3, results for moved queries
 
-The forward has no gradients, and no stage 3. How thin an end is depends on how long its transfers take against the
-work; shares around that are tried, those of each rank or the same for all who wait for each other, and own work is held
-back in proportion to what travels at the two ends, as much as hides the last transfers, or all but what hides the
-first. Of all these and of equal stages the fastest is taken, with contention and over all ranks together, each
-beginning when the rest of the layer is done, if it is clearly faster.
+The forward has no gradients and no stage 3. How thin an end should be depends on how long its transfers take compared
+with the work. Several thicknesses around that are tried, for each rank separately or the same for all ranks that read
+keys. Own work is held back in one of three ways: in proportion to what travels at the two ends, as much as hides the
+last transfers, or all but what hides the first. The time of each combination is computed with contention and over all
+ranks together, each beginning when the rest of its layer is done. The fastest is used if it is clearly faster than
+equal stages.
 
-Not on a single node, whose links are fast, nor where keys are relayed, which takes slots of its own, or kept for the
-backward, or where nothing may be posted two slots ahead.
+Thin ends are not used on a single node, whose links are fast; if keys are relayed, which needs slots of its own; if
+keys are kept for the backward; or if nothing may be posted two slots ahead.
 """
 
 from __future__ import annotations
@@ -34,28 +36,33 @@ from flexcp.schedule.work import Work
 
 Ints = NDArray[np.int64]
 SHARES = (700, 950, 1250, 1600)
-"""An end's share of the inputs, per mille of what travels beside it over that and the work on all inputs."""
+"""Thicknesses of an end to try, per mille of t / (t + w), where t is the time of the transfers beside it and w the time
+of the work on all inputs.
+"""
 LEAST, MOST = PARTS // 50, PARTS // 2
-"""The thinnest and the thickest end."""
+"""The thinnest and the thickest end, in ``PARTS``."""
 WORTH_PERMILLE = 990
-"""Thin ends are taken when they cut the time to this."""
+"""Thin ends are used if their time is at most this, per mille of that of equal stages."""
 NO_GAIN_PERMILLE = 1005
-"""Equal stages that take no longer than this of the busiest rank's work are not worth another try."""
+"""Other stages are not tried if equal stages take at most this, per mille of the busiest rank's work."""
 
 
 def well_hidden(stages: Stages, work: Work, rest_of_layer: Ints) -> bool:
-    """Whether no other stages can be clearly faster, because the busiest rank hardly waits."""
+    """Return whether no other stages can be clearly faster, because the busiest rank hardly waits.
+
+    ``rest_of_layer`` is how long each rank computes before its attention begins.
+    """
     return stages.contended_ns * 1000 <= int((rest_of_layer + work.own + work.rest).max()) * NO_GAIN_PERMILLE
 
 
 def contention_table(cost: CostModel, backward: bool) -> Ints:
-    """``[across, margin]``: what compute and transfers cost each other, as compiled loops read it."""
+    """Return the costs of contention ``[across, margin]`` for compiled loops: (slow, alone, link), per mille."""
     ways = [cost.rows_beside(across) for across in (False, True)]
     return np.array([[(*row.compute(backward), row.link) for row in way] for way in ways], np.int64)
 
 
 def early_stage(stages: Stages) -> int:
-    """The stage that is posted two slots ahead, 0 for none."""
+    """Return the stage that is posted two slots ahead, or 0 if there is none."""
     return 3 if stages.thin_ends and stages.borders.shape[1] == 4 else 0
 
 
@@ -71,14 +78,15 @@ def under_contention(
     rest_of_layer: Ints,
     may_be_thin: bool = True,
 ) -> Stages:
-    """The stages with thin ends where they may be and are clearly faster, else the equal ones;
-    with their time under contention.
+    """Return stages with thin ends if they are allowed and clearly faster, else the equal stages, with their time under
+    contention.
 
-    ``rest_of_layer`` is what each rank computes before it begins: those with more tokens begin later.
+    ``even`` are the equal stages. ``rest_of_layer`` is how long each rank computes before its attention begins: ranks
+    with more tokens begin later.
     """
     if len(needs.keys.first) == 0 and len(needs.q) == 0:
         return even._replace(contended_ns=int((rest_of_layer + work.own + work.rest).max()))
-    from flexcp.schedule.compiled_contention import (  # compiled: who moves nothing does without Numba
+    from flexcp.schedule.compiled_contention import (  # compiled: Numba is not needed if nothing moves
         thinnest,
         together_ns,
     )
@@ -88,7 +96,7 @@ def under_contention(
     same_node = peers.source // cluster.ranks_per_node == peers.target // cluster.ranks_per_node
     across[peers.source[same_node]] = 0
     across[peers.target[same_node]] = 0
-    # The same in every slot, of which there are six at most.
+    # ``across`` is the same in every slot; there are at most MOST_STAGES + 2 slots.
     known = (rest_of_layer, np.tile(across, (MOST_STAGES + 2, 1)), rows, *peers)
     equal_ns = int(together_ns(*slots_of(even.number, work, times, cluster), *known))
     even = even._replace(contended_ns=equal_ns)

@@ -1,18 +1,18 @@
-"""Transfers: a placement becomes a plan.
+"""Transfers: make a plan from a placement.
 
-For each mask and direction this writes the table of transfers. Two ways of travel:
+For each mask and direction this writes the table of transfers. Traffic is of one of two kinds:
 
-- *needed* (every planner of ours): what a rank's regions read, exact to the token and head, into each node once
-  (:mod:`flexcp.schedule.routes`) and in as many stages as pay (:mod:`flexcp.schedule.stages`), forward and backward
-  apart. Moved queries come first; gradients of keys go home as soon as the work on those keys is done, results for
-  moved queries after the last. What a single rank computed whole travels in the model's dtype, others as partials. Keys
-  travel again in the backward unless a budget lets ranks keep them.
-- *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
+- *needed* (all planners of flexcp): what a rank's regions read, exact to the token and head, enters each node once
+  (:mod:`flexcp.schedule.routes`), in as many stages as are worth it (:mod:`flexcp.schedule.stages`), chosen separately
+  for forward and backward. Moved queries come first. Gradients of keys return as soon as the work on those keys is
+  done, results for moved queries after all work. Results that a single rank computed completely travel in the model's
+  dtype, others as partial results. Keys travel again in the backward unless a memory budget lets ranks keep them.
+- *static*: the usual traffic of rings, head exchanges and gathers, whether the tokens are needed or not.
 
-How each stage is executed is chosen behind that (:mod:`flexcp.schedule.execution`).
+After that, :mod:`flexcp.schedule.execution` chooses how each stage is executed.
 
-Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces
-in the rows where it holds that piece.
+The inputs of the backward are those of the forward plus do, LSE and delta. Every output returns a piece that was
+received, so a rank reduces it into the rows where it holds that piece.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def make_plan(
     most_ahead: int = 2,
     analysis: list[MaskAnalysis] | None = None,
 ) -> Plan:
-    """The plan of a placement: transfers for every mask, forward and backward.
+    """Return the plan of a placement: transfers for every mask, forward and backward.
 
-    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead``
-    how many slots ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what
-    :func:`flexcp.schedule.analysis.analyse` says of this placement, where traffic is needed and it is at hand.
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, over all layers. ``most_ahead`` is
+    how many slots ahead a stage may be posted; 1 saves the memory of messages that wait. ``analysis`` is the result of
+    :func:`flexcp.schedule.analysis.analyse` for a placement with needed traffic, if the caller has it.
     """
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
@@ -80,6 +80,7 @@ def make_plan(
 
 
 def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (), keys_kept: bool = False) -> Program:
+    """Return the program of these transfers, sorted, in which every stage is one call, posted one slot ahead."""
     transfers = Transfers.join([part for part in parts if len(part)])
     transfers = transfers.sorted_by("stage", "source", "target", "kind", "owner", "start", "h0")
     last = int(transfers.stage.max()) if len(transfers) else own_stage
@@ -87,12 +88,13 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
     return Program(transfers, own_stage, stages, held, keys_kept, execution=one_call_ahead(stages))
 
 
-# --- exactly what is needed -------------------------------------------------------------------------------------------
+# --- needed traffic ---------------------------------------------------------------------------------------------------
 
 
 def _needed_programs(
     found: MaskAnalysis, own_stage: int, placement: Placement, cluster: Cluster
 ) -> tuple[Program, Program]:
+    """Return the forward and the backward program of a mask with needed traffic."""
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
@@ -109,10 +111,13 @@ def _needed_programs(
 def _staged(
     needs: Needs, chosen: Stages, cut: tuple[Pieces, Ints, Ints], cluster: Cluster, backward: bool, kept: bool
 ) -> list[Transfers]:
-    """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
+    """Return the transfers of one direction: queries in stage 1, keys in their stages, relays one stage later, and
+    results two stages after the slot that completed them.
 
-    As queries are there first, the work on a stage's keys is done in its own slot. Kept keys do not travel again: they
-    are there one slot before the forward's, and the work on them is done then, or when the queries are there.
+    ``cut`` are the parts of the key pieces, with the stage and the piece of each. Queries arrive first, so the work on
+    the keys of a stage is done in the slot of that stage. Keys that are ``kept`` do not travel again in the backward:
+    they are there one slot earlier than in the forward, and the work on them is done then, or when the queries have
+    arrived.
     """
     q, (first, relays) = needs.q, needs.keys
     keys, stage, piece = cut
@@ -124,12 +129,12 @@ def _staged(
     queries[q.rank] = 1
     home = np.maximum(slot, queries[keys.rank]) + 2
     if chosen.thin_ends:
-        # Nothing travels beside the work between the ends.
+        # No gradients travel beside the work of the large stage between the ends.
         most = int(chosen.number.max())
         home = np.where(slot < most, most - 1, most) + 2
         last[:] = most
     if chosen.inside_first:
-        # Nothing travels inside a node between the first stage and the results.
+        # Gradients for ranks of the same node leave only with the results.
         last = np.maximum(last, chosen.number)
         size = cluster.ranks_per_node
         home = np.where(keys.owner // size == keys.rank // size, last[keys.rank] + 2, home)
@@ -142,7 +147,7 @@ def _staged(
         part = part_of[begin[relays.first[relay]] + within]
         passed_on, reader = keys.take(part), relays.rank[relay]
         np.maximum.at(last, reader, slot[part] + 1)
-        home[part] = slot[part] + 4  # when what the readers return three stages after the keys is there
+        home[part] = slot[part] + 4  # the readers return their gradients three stages after the keys
         if not there:
             parts.append(_transfers_of(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
         if backward:
@@ -161,6 +166,7 @@ def _staged(
 def _transfers_of(
     pieces: Pieces, kind: Kind, stage: int | Ints, source: Ints, target: Ints, partial: int | Ints = 0
 ) -> Transfers:
+    """Return the transfers that send pieces from ``source`` to ``target``."""
     return Transfers.make(
         len(pieces.rank),
         stage=stage,
@@ -176,12 +182,13 @@ def _transfers_of(
     )
 
 
-# --- the traffic of the static methods --------------------------------------------------------------------------------
+# --- static traffic ---------------------------------------------------------------------------------------------------
 
 
 class _WholePieces:
-    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty,
-    does not move.
+    """Collects transfers that each move all tokens of an owner.
+
+    Transfers from a rank to itself and transfers without tokens are left out.
     """
 
     def __init__(self, tokens: Ints) -> None:
@@ -198,7 +205,7 @@ class _WholePieces:
         heads: tuple[Ints | int, Ints | int],
         partial: bool,
     ) -> None:
-        """One piece for each combination of what is given, which numpy broadcasts."""
+        """Add one transfer for each combination of the arguments, which are broadcast against each other."""
         columns = np.broadcast_arrays(stage, source, target, owner, *heads)
         stage, source, target, owner, h0, h1 = (column.reshape(-1) for column in columns)
         moves = (source != target) & (self.tokens[owner] > 0)
@@ -209,6 +216,7 @@ class _WholePieces:
 
 
 def _static_program(placement: Placement, shape: Shape, backward: bool) -> Program:
+    """Return the program of a gather or of rings in one direction."""
     pieces = _WholePieces(placement.tokens)
     alike: dict[tuple[int, int], list[tuple[tuple[int, ...], ...]]] = {}
     for grid in placement.traffic.groups:
@@ -223,7 +231,9 @@ def _static_program(placement: Placement, shape: Shape, backward: bool) -> Progr
 
 
 def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
-    """Everyone's keys to everyone; in the backward, everyone's partial dkv back to its owner."""
+    """Add the transfers of a gather: the keys of every rank go to all ranks of its group; in the backward, every rank's
+    partial dkv returns to the owner.
+    """
     heads = (0, shape.kv_heads)
     owner, rank = groups[:, :, None], groups[:, None, :]
     pieces.add(1, owner, rank, Kind.KV, owner, heads, False)
@@ -232,17 +242,16 @@ def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) ->
 
 
 def _ring(grids: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
-    """Heads are exchanged inside each row of a grid, then keys pass round the columns;
-    dkv follows them and ends at home.
+    """Add the transfers of rings: heads are exchanged inside each row of a grid, then keys travel round the columns.
 
-    Keys reach the s-th rank after their home in slot ``s``, one later where heads are exchanged first. That rank adds
-    its dkv to what came and passes the sum on two slots later, so the chain moves one rank a stage and needs no extra
-    accumulator.
+    Keys reach the s-th rank after their owner in slot ``s``, or one slot later if heads are exchanged first. In the
+    backward, dkv follows the keys and ends at their owner. Each rank adds its dkv to what it received and passes the
+    sum on two slots later, so the sum moves one rank per stage and needs no extra accumulator.
     """
     _, positions, split = grids.shape
     exchanged = int(split > 1)
     home = positions - 1 + exchanged + 2
-    # Axes: group, position, owner in the row of the position, worker in it, hop.
+    # Axes: group, position, owner in the row of the position, worker in the same row, hop.
     owner = grids[:, :, :, None, None]
     worker = grids[:, :, None, :, None]
     number = np.arange(split + 1) * shape.heads // split
@@ -262,5 +271,5 @@ def _ring(grids: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> No
     pieces.add(1, owner, worker, Kind.DO, owner, q_heads, False)
     pieces.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
     pieces.add(hop + exchanged + 2, there, after, Kind.DKV, owner, kv_heads, True)
-    # A KV head that several head groups read gets its gradient from all of them.
+    # The gradient of a KV head that several head groups read is the sum of partial gradients from all of them.
     pieces.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, split > shape.kv_heads)

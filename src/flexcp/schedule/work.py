@@ -1,7 +1,7 @@
-"""Work: how many pairs each rank computes, those of its own tokens apart from the rest.
+"""Work: how many pairs each rank computes, with those of its own tokens counted separately.
 
-Pairs are counted exactly. Every pass over a region also pays for its row tiles: one over the keys at home, and one for
-each stage or hop that brings keys it reads. :mod:`flexcp.schedule.rings` counts what rings pass round.
+Pairs are counted exactly. Every pass over a region also costs its row tiles: one pass over the keys at home, and one
+for each stage or hop that brings keys it reads. :mod:`flexcp.schedule.rings` counts the hops of rings.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 
 
 class Cuts(NamedTuple):
-    """The slices of a mask inside regions: the region of each, the slice in its document's coordinates,
-    where that document begins.
+    """The slices of a mask inside regions: the region of each slice, the slice in the coordinates of its document, and
+    where that document begins in the stream.
     """
 
     region: Ints
@@ -34,16 +34,16 @@ class Cuts(NamedTuple):
 
 
 def cut_regions(placement: Placement, mask: LayerMask, regions: Regions) -> Cuts:
-    """The slices of a mask inside each of some regions, those without a pair left out."""
+    """Return the slices of a mask inside each of some regions, without empty ones."""
     region, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     return Cuts(region, slices, placement.batch.starts[regions.document[region]])
 
 
 class Pairs(NamedTuple):
-    """Pairs of each region, those whose row and key are both kept at its ring position,
-    and how often hops bring it more keys.
+    """Counts for each region: all its pairs, the pairs whose row and key are both at home (kept at the region's ring
+    position), and in how many hops further keys arrive.
 
-    ``at_keys`` are those whose key is kept there but whose row is not, where that is counted.
+    ``at_keys``, if counted, are the pairs whose key is at home but whose row is not.
     """
 
     all: Ints
@@ -53,10 +53,10 @@ class Pairs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others,
-    and one more pass over those.
+    """The work of each rank in pairs x query heads, including row tiles.
 
-    ``at_keys`` is the part of the others for which only queries have to come, row tiles left out.
+    ``own`` is on rows and keys at home, ``rest`` is all other work, and ``again`` is what one more pass over the
+    regions of ``rest`` costs. ``at_keys`` is the part of ``rest`` for which only queries arrive, without row tiles.
     """
 
     own: Ints
@@ -66,8 +66,8 @@ class Work(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """Where tokens are at home: the position of each rank, and the runs of the stream
-    that each position keeps, position by position.
+    """Where tokens are at home: the position of each rank, and the runs of the stream that each position (``keeper``)
+    keeps, sorted by position.
     """
 
     position: Ints
@@ -77,7 +77,10 @@ class Homes(NamedTuple):
 
 
 def homes_of(placement: Placement, position: Ints | None = None) -> Homes:
-    """The homes of a placement's tokens; ranks of one ``position`` (each alone where none is given) share theirs."""
+    """Return where the tokens of a placement are at home; ranks with the same ``position`` share their tokens.
+
+    Without ``position``, every rank is a position of its own.
+    """
     runs = placement.runs
     if position is None:
         position = np.arange(placement.ranks, dtype=np.int64)
@@ -85,7 +88,7 @@ def homes_of(placement: Placement, position: Ints | None = None) -> Homes:
 
 
 def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None = None) -> Pairs:
-    """The pairs of each region; without ``homes`` every rank's tokens are at home there alone."""
+    """Return the pairs of each region; without ``homes``, tokens are at home only on the rank that keeps them."""
     count = len(regions)
     pairs = sums(cuts.region, area(cuts.slices), count)
     if placement.assemble_own:
@@ -97,11 +100,12 @@ def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes
 
 
 def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> tuple[Ints, Ints | None]:
-    """Pairs of each slice whose row and key are both at home; where every rank is a home and not all rows are,
-    also whose key is.
+    """Return (pairs of each slice whose row and key are both at home, pairs whose key is at home).
+
+    The second result is None if ``homes`` are given or if all rows are at home.
     """
     position, keeper, start, stop = homes or homes_of(placement)
-    span = placement.stream + 1  # one axis for all positions: those of different ones never meet
+    span = placement.stream + 1  # one axis for all positions, on which different positions do not overlap
     axis_start, axis_stop = keeper * span + start, keeper * span + stop
     slices, begin = cuts.slices, cuts.begin
     base = position[regions.rank[cuts.region]] * span + begin
@@ -119,7 +123,7 @@ def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes |
 
 
 def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostModel) -> Work:
-    """The work of each rank, from the pairs of its regions."""
+    """Return the work of each rank, from the pairs of its regions."""
     tiles = cost.row_tiles_work(regions.q1 - regions.q0)
     heads = regions.h1 - regions.h0
     own = (pairs.own + tiles * ((pairs.own > 0) | (pairs.all == 0))) * heads
@@ -138,9 +142,9 @@ def pass_work_ns(
     cost: CostModel,
     kernels: Ints | None = None,
 ) -> tuple[Work, Work]:
-    """Forward and backward work of each rank in nanoseconds, with the start of each kernel.
+    """Return the forward and backward work of each rank in nanoseconds, including the start of each kernel.
 
-    ``kernels`` is how many a rank starts for the keys of others, where that is not one.
+    ``kernels`` is how many kernels a rank starts for the keys of others, one if not given.
     """
     work = rank_work(placement, regions, pairs, cost)
     others = np.where(work.rest > 0, 1 if kernels is None else kernels, 0)

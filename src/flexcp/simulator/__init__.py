@@ -1,19 +1,20 @@
-"""The event simulator: a plan's slots, messages and ports on simulated time.
+"""The event simulator: it runs the slots and messages of a plan on simulated time.
 
-slot_work.py             plan -> nanoseconds of every rank in every slot
-compiled_held.py         what ranks hold of queries and keys, compiled
-compiled_cuts.py         regions cut along that, compiled
-ring_work.py             the same of a ring, by its rule: what its positions see of each other (ring_counts.py), and
-                         when their keys are there
-compiled_ring_runs.py    the runs of a ring, document by document, and whether they are one's, compiled
-compiled_rings.py        the counts of a ring, compiled
-compiled_ring_slots.py   the slots of a ring's keys, compiled
-copies.py                plan -> nanoseconds of packing and taking in, of every rank in every stage
-                         (compiled_copies.py: their bytes, compiled)
-messages.py              plan -> chunks of messages in the order of their rounds, with how long each holds its ports
-compiled_events.py       the events, compiled: slots begin, compute ends, chunks come and go
-passes.py                one pass (a mask, a direction) of all ranks: Pass, and its timeline
-bounds.py                what no placement can be faster than
-step_parts.py            what a step consists of beside attention: Training
-training.py              attention alone or a whole training step: Simulation
+slot_work.py             how long every rank computes in every slot of a plan
+compiled_held.py         the queries and keys that ranks hold, as segments of the stream (compiled)
+compiled_cuts.py         the pairs of every slot, from regions cut along these segments (compiled)
+ring_work.py             the work of every slot for a ring, which is counted by position instead of by region
+ring_counts.py           the pairs between the positions of a ring
+compiled_ring_runs.py    the runs of a ring by document, and whether a placement is that of a ring (compiled)
+compiled_rings.py        the loops that count a ring's pairs (compiled)
+compiled_ring_slots.py   the slots in which the keys of a ring arrive (compiled)
+copies.py                how long every rank packs and unpacks messages in every stage
+compiled_copies.py       the bytes that this reads and writes (compiled)
+least_copies.py          a lower estimate of the same, from a prediction, before there is a plan
+messages.py              the chunks of messages in the order of their rounds, and how long each holds its ports
+compiled_events.py       the events: slots begin, compute ends, chunks start and arrive (compiled)
+passes.py                one pass (one mask, one direction) of all ranks, and its timeline
+bounds.py                lower bounds on the time of a pass, for any placement
+step_parts.py            the parts of a training step besides attention
+training.py              the simulation of attention alone or of a whole training step
 """

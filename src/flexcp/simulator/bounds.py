@@ -1,21 +1,22 @@
-"""Bounds: what no placement of a batch is faster than, one pass at a time.
+"""Bounds: lower bounds on the time of one pass over a batch, whatever the placement.
 
-- *compute*: the attention of the batch divided perfectly over the ranks, each as fast as it is.
-- *link*: bytes that must move because a document is more work than a unit (a rank, or a node) can do in the time. Let a
-  unit do w pairs (over query heads) of a document of n tokens. For every KV head it needs k keys and r rows with
-  r * k * g >= its pairs there (g query heads to a KV head), so by the inequality of means it reads and returns at least
-  ``2 * sqrt(b * c * w)`` bytes, b being the bytes of a key and c those of a row, both ways. It saves what it keeps
-  itself: with m tokens at most ``m * (b + g * c)`` for each head. Spread over all H KV heads, a unit that keeps
-  ``m* = 2 * sqrt(b * c * w / H) / (b + g * c)`` tokens may need nothing, one with fewer always does; since that need is
-  concave in m, the least total has ``n / m*`` units that need nothing, and all others keep none. So of ``A / w`` units
-  all but ``n / m*`` move ``2 * sqrt(b * c * w)``. All ports of all units together must carry that, ranks through both
-  of their ports, nodes through the network's. More time means more work a unit can do and fewer bytes: the bound is
-  where both meet.
-- *granularity*: the least that a rank with any work does: it starts a kernel, which has a row tile of one head. More of
-  a document has to stay together in no plan: rows, keys and heads can all be divided.
+- *compute*: the attention of the batch, divided perfectly over the ranks according to their speeds.
+- *link*: the bytes that must move because a document has more work than a unit (a rank, or a node) can do in the time.
+  Let a unit do w pairs (counted over query heads) of a document of n tokens. For every KV head it needs k keys and r
+  rows with r * k * g >= its pairs of that head (g query heads per KV head). By the inequality of arithmetic and
+  geometric means it therefore reads and returns at least ``2 * sqrt(b * c * w)`` bytes, where b is the bytes of a key
+  and c the bytes of a row, both directions together. What the unit keeps itself does not move: with m tokens, at most
+  ``m * (b + g * c)`` bytes per head. Over all H KV heads, a unit that keeps
+  ``m* = 2 * sqrt(b * c * w / H) / (b + g * c)`` tokens may need nothing, and a unit that keeps fewer always needs
+  something. This need is concave in m, so the total is least if ``n / m*`` units need nothing and all others keep no
+  tokens. So of ``A / w`` units, A being the pairs of the document, all but ``n / m*`` move ``2 * sqrt(b * c * w)``
+  bytes. The ports of all units together must carry this: both ports of every rank, or the network ports of every node.
+  In more time a unit can do more work, so fewer bytes must move; the bound is the time at which the two agree.
+- *granularity*: the least time of a rank that has any work: it starts a kernel with one row tile of one head. Nothing
+  larger has to stay together, because rows, keys and heads can all be divided.
 
-``floor`` is the largest of the three; a plan's *optimality* is its time over that. They leave out that row tiles
-multiply when documents are cut, so 1.0 is out of reach wherever anything is cut.
+``floor`` is the largest of the three, and a plan's *optimality* is its time divided by ``floor``. The bounds leave out
+the row tiles that are added when documents are cut, so an optimality of 1.0 cannot be reached if anything is cut.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from flexcp.schedule.predict import document_work
 from flexcp.shape import Kind, Shape
 
 STEPS = 60
-"""Halvings of the search for the time in which compute and bytes meet."""
+"""The number of halvings in the search for the time at which compute and bytes agree."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Nanoseconds of one pass of one mask's layer, each of which no placement is faster than."""
+    """Three lower bounds on one pass of one layer under one mask, in nanoseconds (see the module docstring)."""
 
     compute: int
     link: int
@@ -45,18 +46,19 @@ class Bounds:
 
     @property
     def floor(self) -> int:
+        """The largest of the three bounds, at least 1."""
         return max(self.compute, self.link, self.granularity, 1)
 
 
 def pass_bounds(batch: Batch, mask: int, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool) -> Bounds:
-    """The bounds of one layer's attention under a mask in one direction."""
+    """Return the bounds of one layer's attention in one direction, under the mask with number ``mask``."""
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
     work = document_work(batch, shape, cost)[mask]
     whole = int(cost.attention_ns(work.sum(keepdims=True), shape, alone, backward)[0])
     compute = -(-whole * NOMINAL_SPEED // sum(cluster.rank_speeds))
     documents = np.arange(batch.documents)
     areas = batch.masks[mask].rows_area(documents, np.zeros_like(documents), batch.lengths) * shape.heads
-    # Pairs x heads of one rank in a nanosecond, as many as the fastest does.
+    # The pairs x heads that the fastest rank computes in a nanosecond.
     a_lot = np.array([10**9], np.int64)
     speed = 1e9 / int(cost.attention_ns(a_lot, shape, alone, backward)[0]) * max(cluster.rank_speeds) / NOMINAL_SPEED
     link = _link_ns(areas.astype(float), batch.lengths.astype(float), speed, shape, cluster, cost, backward)
@@ -74,7 +76,11 @@ def _link_ns(
     cost: CostModel,
     backward: bool,
 ) -> float:
-    """The time in which what units cannot do alone has moved, the slower of both levels."""
+    """Return the least time in which the unavoidable bytes can move, for the slower of the two levels.
+
+    ``speed`` is how many pairs x heads the fastest rank computes in a nanosecond. The levels are ranks with both of
+    their ports, and nodes with their network ports.
+    """
     each = shape.bytes_per_token_head()[:, 0].astype(float)
     key, row = each[Kind.KV], each[Kind.Q] + each[Kind.O]
     if backward:
@@ -101,7 +107,11 @@ def _link_ns(
 def unavoidable_bytes(
     areas: np.ndarray, lengths: np.ndarray, work: float, key: float, row: float, shape: Shape
 ) -> float:
-    """Bytes that move when no unit does more than ``work`` pairs of a document."""
+    """Return the bytes that must move if no unit does more than ``work`` pairs x heads of a document.
+
+    ``areas`` are the pairs x heads of each document and ``lengths`` its tokens; ``key`` and ``row`` are the bytes of a
+    key and of a row of one head.
+    """
     if work <= 0:
         return math.inf
     each = 2 * math.sqrt(key * row * work)

@@ -1,7 +1,7 @@
-"""Loops of copies: bytes that ranks pack and take in, transfer by transfer; compiled.
+"""Loops of copies: the bytes that ranks read and write to pack and unpack messages, transfer by transfer (compiled).
 
-``kinds[kind]`` has what a token and head of a kind weigh: WIRE as it travels whole and as it travels in part, SHELF in
-the accumulator's dtype, whether it is a RESULT.
+Row k of the table ``kinds`` describes kind k: the bytes of one token and head when it travels whole (WIRE), when it
+travels as a partial result (WIRE_IN_PART) and in the accumulator's dtype (SHELF), and whether it is a RESULT.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ def sum_copies(
     kinds: Ints,
     sizes: Ints,
 ) -> tuple[Ints, Ints, Ints]:
-    """``[rank, stage]``: bytes read and written to pack and to take in, launches that take in.
+    """Return three tables ``[rank, stage]``: bytes copied to pack, bytes copied to unpack, and kernels launched to
+    unpack.
 
-    The columns are those of transfers, sorted by stage, then source; ``sizes`` are ranks and stages. Inputs of a stage
-    are laid in one launch, the results of each message in one of their own.
+    The columns ``stage`` to ``partial`` are those of the transfers, sorted by stage, then source; ``sizes`` holds the
+    numbers of ranks and stages. One launch unpacks all inputs of a stage; the results of each message need a launch of
+    their own.
     """
     shape = (sizes[0], sizes[1])
     pack, take_in, launches = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    laid, merged = np.zeros(shape, np.uint8), np.full(shape, -1, np.int64)  # whether inputs came; who sent results last
+    laid, merged = np.zeros(shape, np.uint8), np.full(shape, -1, np.int64)  # any inputs yet; last sender of results
     for i in range(len(stage)):
         s, a, b, k = stage[i], source[i], target[i], kind[i]
         tokens = (stop[i] - start[i]) * (h1[i] - h0[i])

@@ -1,10 +1,15 @@
-"""Loops of slot work: regions cut along what their ranks hold, pair by pair of a query and a key segment; compiled.
+"""Loops of slot work: cut regions along the segments that their ranks hold and count the pairs of each part (compiled).
 
-``held`` are the segments of one side (queries or keys), by head range, then rank, then place in the stream, where those
-of one head range and rank are apart; ``first[range * ranks + rank]`` is where a rank's begin, ``heads[range]`` the
-query heads of a range. ``slices`` are of regions, in stream coordinates, those of a region side by side; ``regions``
-are the rows RANK to LAST_HEAD. Launches of kernels are numbers in a table, each in the first free place from its own
-one on.
+A *part* is what a query segment and a key segment of one rank have in common with a slice of a region. Arguments that
+several functions share:
+
+- ``held`` (``queries`` or ``keys``) are the segments of one side, in rows START to SHELF, sorted by head range, then
+  rank, then place in the stream. Segments of one head range and rank do not overlap. ``first[range * ranks + rank]``
+  (``first_query``, ``first_key``) is the first segment of a rank in a head range, and ``query_heads[range]`` and
+  ``key_heads[range]`` are the query heads of a range.
+- ``slices`` are the slices of the regions in stream coordinates, with the slices of a region side by side.
+- ``regions`` is a table with the rows RANK to TILES.
+- ``launched`` is a hash table with open addressing of the kernel launches seen so far, each as one number.
 """
 
 from __future__ import annotations
@@ -36,16 +41,17 @@ def sum_parts(
     key_heads: Ints,
     sizes: Ints,
 ) -> tuple[Ints, Ints]:
-    """(sums ``[PAIRS to OWN_ROW_TILES, rank, slot]``, kernels ``[rank, slot]``).
+    """Return (sums ``[PAIRS to OWN_ROW_TILES, rank, slot]``, kernel launches ``[rank, slot]``).
 
-    ``sizes`` are ranks, slots, query heads and shelves. Own pairs are those of a rank's own rows and keys, both on
-    shelf 0. A pass over a region in a slot, own work apart, for heads that begin with the same one, has its row tiles
-    once. A kernel takes the rows of one shelf and the keys of one, for the same heads.
+    ``index`` is the region of each slice; ``sizes`` holds the numbers of ranks, slots, query heads and shelves. A pair
+    is *own* if its row and its key are both on shelf 0, which has the rank's own tokens. The row tiles of a region are
+    counted once for each slot, first head of the part, and own or other work. One kernel launch takes the rows of one
+    shelf and the keys of one shelf, for the same heads.
     """
     ranks, slots, heads, shelves = sizes[0], sizes[1], sizes[2], sizes[3]
     found, kernels = np.zeros((SUMS, ranks, slots), np.int64), np.zeros((ranks, slots), np.int64)
     launched, count = np.full(1 << 10, NOTHING, np.int64), 0
-    passed = np.full((slots, 2, heads), -1, np.int64)  # the region that was last counted there
+    passed = np.full((slots, 2, heads), -1, np.int64)  # the region whose row tiles were last counted there
     both = np.empty((len(query_heads) * len(key_heads), 4), np.int64)
     at = 0
     while at < len(index):
@@ -87,10 +93,10 @@ def sum_parts(
 
 @compiled_leaf
 def head_ranges(both, regions, region, first_query, query_heads, first_key, key_heads, ranks):
-    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share;
-    how many there are.
+    """Write to ``both`` the pairs of query and key head ranges that meet in a region; return how many there are.
 
-    Only ranges of which the region's rank holds anything: there may be many ranges, and few ranks hold more than a few.
+    Each row has the two ranges and the first and last head that they share with the region. Only ranges of which the
+    region's rank holds segments are looked at: there may be many ranges, and most ranks hold few of them.
     """
     count, rank = 0, regions[RANK, region]
     for g in range(len(key_heads)):
@@ -126,8 +132,10 @@ def add_slice(
     high,
     shelves,
 ):
-    """Count slice ``s`` of a region, of the rows and keys that its rank holds of two head ranges;
-    how many kernels there are then.
+    """Count slice ``s`` of a region for one query and one key head range; return the number of launches noted so far.
+
+    ``q_begin..q_end`` and ``k_begin..k_end`` are the segments that the region's rank holds of the two ranges, and
+    ``low..high`` are the heads they share.
     """
     rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
@@ -153,7 +161,7 @@ def add_slice(
 
 @compiled_leaf
 def note(launched, launch):
-    """Put a launch into the table of those there were, unless it is there: whether it was not."""
+    """Put a launch into the hash table; return whether it was new."""
     last = len(launched) - 1
     place = (launch ^ (launch >> 15)) & last
     while launched[place] != NOTHING and launched[place] != launch:
@@ -165,7 +173,7 @@ def note(launched, launch):
 
 @compiled
 def with_room(launched, most):
-    """The same table of launches, at least so long and a power of two."""
+    """Return a table with the same launches whose length is a power of two and at least ``most``."""
     room = len(launched)
     while room < most:
         room *= 2
@@ -178,7 +186,7 @@ def with_room(launched, most):
 
 @compiled_leaf
 def add_part(found, passed, region, regions, rank, slot, own, low, high, area):
-    """Count one part of a region; its row tiles where it is the first of its pass."""
+    """Add the pairs of one part of a region, and the region's row tiles if it is the first part of its pass."""
     pairs = area * (high - low)
     found[PAIRS, rank, slot] += pairs
     tiles = 0
@@ -194,7 +202,7 @@ def add_part(found, passed, region, regions, rank, slot, own, low, high, area):
 
 @compiled_leaf
 def first_behind(held, low, high, token):
-    """The first of the segments ``low..high`` that ends behind a token."""
+    """Return the first of the segments ``low..high`` that ends after ``token``."""
     while low < high:
         middle = (low + high) // 2
         if held[STOP, middle] <= token:

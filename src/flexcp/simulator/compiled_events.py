@@ -1,26 +1,27 @@
-"""Loops of the event simulator: slots begin, compute ends, chunks come and go; compiled.
+"""Loops of the event simulator: slots begin, compute ends, chunks start and arrive (compiled).
 
-A rank enters slot s when it has computed slot s - 1 and all messages of stage s, those it sends as well as those it
-receives, have arrived: a grouped call is over when all its transfers are. It takes them in, packs and posts the stages
-that the plan posts there (``opens[s]`` to ``opens[s + 1]``; most often stage s + 1), one after the other, and computes.
-A chunk of a stage may go when both its ranks have posted that stage; it goes when the sender's outgoing and the
-receiver's incoming port of its level are free, the earliest in order first, and holds both until it is there. So a port
-is never idle while something can use it. In line, a sender takes its chunks strictly in order, and waits for the
-receiver of the first.
+A rank enters slot s when it has computed slot s - 1 and all messages of stage s have arrived, those it sends as well as
+those it receives, because a grouped call ends only when all its transfers have. In the slot it unpacks what it
+received, packs and posts the stages that the plan posts there one after the other (``opens[s]`` to ``opens[s + 1]``,
+usually just stage s + 1), and computes. A chunk may start when both its ranks have posted its stage and when the
+sender's outgoing and the receiver's incoming port of its level are free; it holds both ports until it arrives. If
+several chunks may start, the first in order does. So a port is never idle while a chunk could use it. With the rule
+IN_LINE, a sender takes its chunks strictly in order and waits for the receiver of the first one.
 
-While chunks of a rank are under way its compute takes ``pace[SLOW, rank, slot]`` per mille of its time; a chunk that
-starts while one of its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of its own, the slower one's where both
-do. Everything is integers, so the same plan gives the same times on every machine.
+While chunks of a rank are under way, its compute takes ``pace[SLOW, rank, slot]`` per mille of the usual time. A chunk
+that starts while one of its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of the usual time; if both ranks
+compute, the slower one counts. All numbers are integers, so the same plan gives the same times on every machine.
 
-An event is one integer: its time, then what happens, then to whom (a rank or a chunk).
+An event is one integer: its time, then what happens, then the number of the rank or chunk it happens to.
 
-State is in tables whose last columns are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each
-port ``queue[OUT or IN]``. A rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may
-share one. The queue of a port is the places HEAD to TAIL, in the order of stages, each with a chunk, ``chunk_at[OUT or
-IN, place]``; a chunk has a place on either side, ``place[OUT or IN, chunk]``. Where ranks have hundreds of messages,
-searching queues takes most of the time: all that a search reads of a place is ``waits[OUT or IN, place]``, the stage
-that has to be posted (FOR) and the port of the chunk's other end (AT). When it has started, that is NOBODY's port,
-which never opens. OPEN is the stage up to which a free port's ranks have posted, or BUSY.
+The state is in tables whose last columns are named below: ``rule`` (for the whole simulation), ``rank``, ``chunk``, and
+for each port ``queue[OUT or IN]``. A rank has a port inside its node and a port across nodes, ``ports[level, rank]``;
+ranks may share a port. The queue of a port is the places HEAD to TAIL, in the order of stages. Each place has a chunk,
+``chunk_at[OUT or IN, place]``, and each chunk has a place on both sides, ``place[OUT or IN, chunk]``. If ranks have
+hundreds of messages, searching the queues takes most of the time. A search therefore reads only
+``waits[OUT or IN, place]``: the stage that has to be posted (FOR) and the port at the other end of the chunk (AT). Once
+a chunk has started, AT is the port NOBODY, which is never free. OPEN is the stage up to which the ranks of a free port
+have posted, or BUSY.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from flexcp.arrays.jit import compiled, compiled_leaf
 
 Ints = NDArray[np.int64]
 POSTED, COMPUTED, ARRIVED = range(3)
-"""Events; of the same time the first comes first."""
+"""Kinds of events; of events at the same time, the kind listed first comes first."""
 WHOM, WHAT = 22, 2
-"""Bits of an event's last two parts; 39 are left for its time, nine minutes."""
+"""Bits for the rank or chunk and for the kind of an event; 39 bits are left for its time, which is nine minutes."""
 MOST_CHUNKS = 1 << WHOM
 LATENCY, IN_LINE, RULES = range(3)
 SLOW, LINK = range(2)
@@ -44,7 +45,7 @@ SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROW
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
 OPEN, HEAD, TAIL, POSTED_UP_TO, QUEUE_ROWS = range(5)
 BUSY = -1
-NOBODY = -1  # the last port of the table
+NOBODY = -1  # index of the last port of the table, which belongs to no rank
 FOR, AT, WAITS_ROWS = range(3)
 OUT, IN = range(2)
 
@@ -60,9 +61,9 @@ def run_events(
     pace: Ints,
     opens: Ints,
 ) -> tuple[Ints, Ints]:
-    """Runs a pass: begin and end of every slot on each rank; BEGIN and END of ``chunk`` are filled in.
+    """Run a pass and return (begin, end) of every slot on each rank; BEGIN and END of ``chunk`` are filled in.
 
-    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are nanoseconds. Ports take
+    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are in nanoseconds. Ports take
     chunks in the order of ``chunk``.
     """
     ranks, slots = work.shape
@@ -79,8 +80,8 @@ def run_events(
     queue = np.zeros((2, ports.max() + 2, QUEUE_ROWS), np.int64)
     waits, chunk_at, place = queued(chunk, queue)
     rank[:, READY] = rank[:, FORESEEN] = start
-    # A rank posts and computes once a slot; a chunk arrives once, and changes the pace of two ranks when it starts and
-    # when it does.
+    # A rank posts and computes once per slot. A chunk arrives once, and changes the pace of two ranks twice: when it
+    # starts and when it arrives.
     events = empty_heap(ranks + 2 * ranks * slots + 5 * len(chunk))
     for r in range(ranks):
         push(events, event(start[r], COMPUTED, r))
@@ -94,7 +95,7 @@ def run_events(
                 if rank[number, SLOT] >= 0:
                     end[number, rank[number, SLOT]] = now
                 go_on(number, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
-            elif now == rank[number, FORESEEN] and rank[number, COMPUTING] == 1:  # slowed down meanwhile
+            elif now == rank[number, FORESEEN] and rank[number, COMPUTING] == 1:  # slowed down since this was pushed
                 foresee(number, rank, events)
         elif what == POSTED:
             stage = rank[number, STAGE_POSTED] + 1
@@ -125,13 +126,13 @@ def run_events(
 
 @compiled_leaf
 def event(time, what, whom):
-    """An event as one integer."""
+    """Return an event as one integer."""
     return (time << (WHOM + WHAT)) | (what << WHOM) | whom
 
 
 @compiled_leaf
 def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events):
-    """Let a rank that computes nothing enter slots, as far as what has arrived allows."""
+    """Let rank ``r``, which is not computing, enter slot after slot, until one has work or lacks messages."""
     slots = work.shape[1]
     while rank[r, SLOT] + 1 < slots and missing[r, rank[r, SLOT] + 1] == 0:
         rank[r, SLOT] += 1
@@ -152,9 +153,10 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pac
 
 @compiled_leaf
 def compute(r, now, rank, pace, events):
-    """Find the end of a rank's compute at today's pace.
+    """Compute when rank ``r`` will have finished its compute at the present pace.
 
-    What was found before is void, but its event serves if it comes no later.
+    This replaces an earlier estimate. The event of the earlier estimate is kept if it comes no later than the new end;
+    it then pushes the next one.
     """
     slow = pace[SLOW, r, rank[r, SLOT]] if rank[r, UNDER_WAY] > 0 else 1000
     rank[r, SINCE] = now
@@ -165,14 +167,14 @@ def compute(r, now, rank, pace, events):
 
 @compiled_leaf
 def foresee(r, rank, events):
-    """Look at a rank again when its compute will be over at today's pace."""
+    """Push an event at the time when rank ``r`` will have finished its compute at the present pace."""
     rank[r, FORESEEN] = rank[r, READY]
     push(events, event(rank[r, READY], COMPUTED, r))
 
 
 @compiled_leaf
 def change_pace(r, change, now, rank, pace, events):
-    """A chunk of a rank starts (+1) or ends (-1)."""
+    """Note that a chunk of rank ``r`` starts (``change`` +1) or ends (-1), and update when the rank's compute ends."""
     before = rank[r, UNDER_WAY]
     rank[r, UNDER_WAY] += change
     slow = pace[SLOW, r, rank[r, SLOT]]
@@ -184,7 +186,7 @@ def change_pace(r, change, now, rank, pace, events):
 
 @compiled_leaf
 def post(p, side, stage, queue):
-    """Note that a rank of a port has posted a stage; a free port is open for it."""
+    """Note that a rank of port ``p`` has posted a stage; a free port becomes open for this stage."""
     queue[side, p, POSTED_UP_TO] = max(queue[side, p, POSTED_UP_TO], stage)
     if queue[side, p, OPEN] != BUSY:
         queue[side, p, OPEN] = queue[side, p, POSTED_UP_TO]
@@ -192,7 +194,7 @@ def post(p, side, stage, queue):
 
 @compiled_leaf
 def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events):
-    """Start the first chunk that can use a free port on one side."""
+    """Start the first chunk in the queue of port ``p`` that can start, if there is one."""
     posted = queue[side, p, OPEN]
     for at in range(queue[side, p, HEAD], queue[side, p, TAIL]):
         stage = waits[side, at, FOR]
@@ -209,7 +211,10 @@ def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pa
 
 @compiled_leaf
 def can_start(c, rank, chunk, queue, place, rule):
-    """Whether a chunk whose ports are free may go: both its ranks have posted its stage, and in line it is its turn."""
+    """Return whether a chunk whose ports are free may start.
+
+    Both its ranks must have posted its stage, and with the rule IN_LINE it must be first in its sender's queue.
+    """
     posted = min(rank[chunk[c, SOURCE], STAGE_POSTED], rank[chunk[c, TARGET], STAGE_POSTED])
     turn = rule[IN_LINE] == 0 or queue[OUT, chunk[c, PORT_OUT], HEAD] == place[OUT, c]
     return turn and posted >= chunk[c, STAGE]
@@ -217,7 +222,7 @@ def can_start(c, rank, chunk, queue, place, rule):
 
 @compiled_leaf
 def start_chunk(c, now, rank, chunk, queue, waits, place, pace, events):
-    """Start a chunk."""
+    """Start chunk ``c``: occupy its ports, take it out of their queues and push the event of its arrival."""
     out, into, source, target = chunk[c, PORT_OUT], chunk[c, PORT_IN], chunk[c, SOURCE], chunk[c, TARGET]
     queue[OUT, out, OPEN] = queue[IN, into, OPEN] = BUSY
     take_out(place[OUT, c], OUT, out, queue, waits)
@@ -235,7 +240,9 @@ def start_chunk(c, now, rank, chunk, queue, waits, place, pace, events):
 
 @compiled
 def queued(chunk, queue):
-    """Put the chunks into the queues of their ports: (``waits``, ``chunk_at``, ``place``)."""
+    """Put all chunks into the queues of their ports; return (``waits``, ``chunk_at``, ``place``) of the module
+    docstring.
+    """
     waits = np.empty((2, len(chunk), WAITS_ROWS), np.int32)
     chunk_at, place = np.empty((2, len(chunk)), np.int32), np.empty((2, len(chunk)), np.int32)
     for side in range(2):
@@ -246,7 +253,7 @@ def queued(chunk, queue):
         for port in range(1, queue.shape[1]):
             queue[side, port, HEAD] = queue[side, port, TAIL] = queue[side, port - 1, TAIL] + queue[side, port, TAIL]
         queue[side, 0, HEAD] = queue[side, 0, TAIL]
-        for c in range(len(chunk) - 1, -1, -1):  # the last place of each port first
+        for c in range(len(chunk) - 1, -1, -1):  # fills the places of each port from the last to the first
             port = chunk[c, mine]
             queue[side, port, HEAD] -= 1
             at = queue[side, port, HEAD]
@@ -257,7 +264,7 @@ def queued(chunk, queue):
 
 @compiled_leaf
 def take_out(at, side, port, queue, waits):
-    """Take a place out of a port's queue."""
+    """Take place ``at`` out of the queue of a port, and move the queue's HEAD past all places taken out."""
     nobody = queue.shape[1] - 1
     waits[side, at, AT] = nobody
     while queue[side, port, HEAD] < queue[side, port, TAIL] and waits[side, queue[side, port, HEAD], AT] == nobody:

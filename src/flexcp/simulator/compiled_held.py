@@ -1,8 +1,9 @@
-"""Loops of slot work: the segments that ranks hold of queries or keys,
-as :mod:`flexcp.simulator.compiled_cuts` reads them; compiled.
+"""Loops of slot work: the segments that ranks hold of queries or keys, for :mod:`flexcp.simulator.compiled_cuts`
+(compiled).
 
-Runs are a placement's in the order of the stream; ``local`` is where each begins among its rank's tokens. Pieces name
-tokens of their owner so, and may take parts of several runs. A *group* is what one rank holds of one range of heads.
+Runs are those of a placement in the order of the stream; ``local`` is the place of each run's first token among its
+rank's tokens. Pieces name tokens by this place and may contain parts of several runs. A *group* is what one rank holds
+of one head range.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def lay_segments(
     heads: Ints,
     sizes: Ints,
 ) -> tuple[Ints, Ints]:
-    """(segments ``[START to SHELF, segment]`` by group and place in the stream, where each group's begin).
+    """Return (segments ``[START to SHELF, segment]`` sorted by group and place in the stream, first segment of each
+    group).
 
-    The columns from ``target`` on are pieces, ``heads`` the number of their range. ``sizes`` are ranks, ranges of
-    heads, and which of these a rank's own runs are of, from which slot on; -1 where they are not held by themselves.
-    Those are on shelf 0.
+    The columns from ``target`` to ``heads`` describe the pieces that ranks receive; ``heads`` is the number of a
+    piece's head range. ``sizes`` holds the number of ranks, the number of head ranges, the head range of the ranks' own
+    runs and the slot from which on own runs are there, or -1 if ranks hold only pieces. Own runs are on shelf 0.
     """
     ranks, own_heads, own_slot = sizes[0], sizes[2], sizes[3]
     first_run = firsts(run_rank, ranks)
@@ -46,7 +48,7 @@ def lay_segments(
         free[run_rank[i]] += 1
     first = np.zeros(ranks * sizes[1] + 1, np.int64)
     found, room = np.empty((SEGMENT_ROWS, 0), np.int64), first
-    for laying in (False, True):  # counted, then laid
+    for laying in (False, True):  # the first time segments are only counted
         if own_slot >= 0:
             for i in range(len(run_rank)):
                 own = own_heads * ranks + run_rank[i]
@@ -79,7 +81,7 @@ def lay_segments(
 
 @compiled
 def firsts(labels, count):
-    """Where each label's begin among those that are sorted by label."""
+    """Return where the items of each label begin when items are sorted by label."""
     first = np.zeros(count + 1, np.int64)
     for label in labels:
         first[label + 1] += 1
@@ -90,13 +92,13 @@ def firsts(labels, count):
 
 @compiled_leaf
 def lay(found, at, start, stop, slot, shelf):
-    """Write one segment."""
+    """Write one segment to column ``at``."""
     found[START, at], found[STOP, at], found[SLOT, at], found[SHELF, at] = start, stop, slot, shelf
 
 
 @compiled_leaf
 def run_with(token, of_rank, low, high, local, run_start, run_stop):
-    """The first of a rank's runs that ends behind its token number ``token``."""
+    """Return the first of a rank's runs ``low..high`` that ends after token number ``token`` of the rank."""
     while low < high:
         middle = (low + high) // 2
         i = of_rank[middle]
@@ -109,7 +111,7 @@ def run_with(token, of_rank, low, high, local, run_start, run_stop):
 
 @compiled
 def put_in_order(found, low, high):
-    """Sort the segments ``low..high`` by where they start."""
+    """Sort the segments ``low..high`` by their first token."""
     for i in range(low + 1, high):
         if found[START, i] < found[START, i - 1]:
             found[:, low:high] = found[:, low + stable_order(found[START, low:high])]

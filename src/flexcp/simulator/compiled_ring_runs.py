@@ -1,8 +1,8 @@
-"""Loops of ring work: a placement's runs, document by document, and whether they are placed as a ring's; compiled.
+"""Loops of ring work: sort a placement's runs by document, and check that they are placed as in a ring (compiled).
 
-``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's
-begin. A *region* is what the ranks of one position keep side by side of one document. ``seat`` are the rows of
-:class:`flexcp.simulator.ring_counts.Seats`.
+``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is the first run of a
+document. A *region* is a range of one document whose adjacent runs all belong to ranks of one ring position. ``seat``
+has the rows of :class:`flexcp.simulator.ring_counts.Seats`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from flexcp.arrays.jit import compiled, compiled_leaf
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 OWNER, BEGIN, END, REGION, RUN_COLUMNS = range(5)
-PIECE_DOCUMENT = REGION  # while runs are dealt to documents, before there are regions
+PIECE_DOCUMENT = REGION  # the same column holds the document until regions are known
 POSITION, DOCUMENT, Q0, Q1, REGION_COLUMNS = range(5)
-"""Tables of runs and regions: 32 bits are enough for places in a document."""
-LENGTH = POSITION  # of the document, where regions are by position
+"""Columns of the tables of runs and regions. Both have 32 bits, which is enough for places in a document."""
+LENGTH = POSITION  # the length of the document, in tables that are sorted by position
 GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = range(9)
 
 
 @compiled
 def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """(runs in the order of the stream, where each document's begin, regions);
-    what lies behind the last document is left out.
+    """Return (runs in the order of the stream, first run of each document, regions); runs behind the last document are
+    left out.
 
-    Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like
-    the one before, whose order they then have.
+    The runs are given rank by rank. They are first distributed to their documents and then sorted in each document.
+    Most documents are cut like the one before, so its order is tried first.
     """
     documents, count, d = len(starts) - 1, 0, 0
     pieces = np.empty((len(rank) + documents, RUN_COLUMNS), np.int32)
@@ -37,7 +37,7 @@ def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> t
     for i in range(len(rank)):
         at, end = start[i], min(stop[i], starts[documents])
         if at < starts[d]:
-            d = 0  # another rank's runs begin
+            d = 0  # the runs of the next rank begin
         while at < end:
             while starts[d + 1] <= at:
                 d += 1
@@ -63,7 +63,10 @@ def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> t
 
 @compiled
 def by_document(pieces: Table, count: int, first: Ints) -> Table:
-    """The first ``count`` pieces of runs, those of document d from ``first[d]`` on, in the order they had."""
+    """Return the first ``count`` pieces sorted by document, without changing the order inside a document.
+
+    The pieces of document d begin at ``first[d]``.
+    """
     found, free = np.empty((count, RUN_COLUMNS), np.int32), first[:-1].copy()
     for i in range(count):
         to = free[pieces[i, PIECE_DOCUMENT]]
@@ -75,8 +78,10 @@ def by_document(pieces: Table, count: int, first: Ints) -> Table:
 
 @compiled_leaf
 def lay_runs(runs, regions, region, dealt, d, low, high, order, seat):
-    """Write the runs ``low..high`` of a document in an order, and its regions behind ``region``:
-    (the last region, whether runs ascend).
+    """Write the runs ``low..high`` of document ``d`` in the given order, and its regions after number ``region``.
+
+    Return (the number of the last region, whether the runs ascend). If ``order`` has the wrong length, nothing is
+    written and the runs count as not ascending, unless the document has no runs.
     """
     if len(order) != high - low:
         return region, high == low
@@ -112,11 +117,11 @@ def is_placed_as_ring(
     h0: Ints,
     h1: Ints,
 ) -> bool:
-    """Whether documents stay in groups, and every rank computes the regions of its position, in order,
-    with all keys, for its heads.
+    """Return whether the placement is that of a ring: documents stay in one group, and every rank computes the regions
+    of its position, in order, with all keys and for its own heads.
 
-    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are gathered, not branched at:
-    that is faster.
+    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are collected in one integer
+    instead of returning at the first one, which is faster.
     """
     ranks, differ = seat.shape[1], 0
     if seat[GROUP].max() > 0:
@@ -142,7 +147,10 @@ def is_placed_as_ring(
 
 @compiled
 def by_position(regions: Table, lengths: Ints, ranks: int) -> tuple[Table, Ints]:
-    """The regions by their position, with their document's length in its place; where those of each position begin."""
+    """Return (regions sorted by position, first region of each position).
+
+    In the result the column LENGTH, the length of the document, takes the place of the column POSITION.
+    """
     first = np.zeros(ranks + 1, np.int64)
     for g in range(len(regions)):
         first[regions[g, POSITION] + 1] += 1

@@ -1,6 +1,6 @@
-"""Loops of ring work: in which slot the keys of every ring position are there, from transfers; compiled.
+"""Loops of ring work: find from the transfers the slot in which the keys of each ring position arrive (compiled).
 
-``seat`` are the rows of :class:`flexcp.simulator.ring_counts.Seats`.
+``seat`` has the rows of :class:`flexcp.simulator.ring_counts.Seats`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def find_ring_slots(
     heads: Ints,
     stages: int,
 ) -> tuple[Ints, Ints, bool]:
-    """(``hop[rank, position]``, -1 where no keys come; ``home[rank]``; whether these inputs are a ring's).
+    """Return (``hop[rank, position]``, ``home[rank]``, whether the inputs are those of a ring).
 
-    The columns up to ``is_keys`` are inputs. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the heads that each rank must
-    get, from the others of its position and of its group. What comes together must have one stage; hops are one a
-    stage, behind the position's own.
+    ``hop`` is the stage in which a rank receives the keys of another position, or -1 if it receives none; ``home`` is
+    the stage in which it receives queries and keys of its own position. The columns ``stage`` to ``is_keys`` are the
+    inputs of a pass. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the first and last head that each rank must receive.
+    In a ring, all that a rank receives of one position comes in one stage, each stage brings the keys of at most one
+    other position, and these stages come after the one of the own position.
     """
     ranks = seat.shape[1]
     hop, home = np.full((ranks, seat[NUMBER].max() + 1), -1, np.int64), np.zeros(ranks, np.int64)
@@ -54,7 +56,7 @@ def find_ring_slots(
         near = side == QUERIES or seat[LEADER, to] == seat[LEADER, of]
         if stage[i] != (home[to] if near else hop[to, seat[NUMBER, of]]):
             return hop, home, False
-    used = np.full(stages, -1, np.int64)  # the last rank with a hop there
+    used = np.full(stages, -1, np.int64)  # the last rank that receives a hop in each stage
     for to in range(ranks):
         for of in range(ranks):
             keeps = tokens[of] > 0 and to != of
@@ -72,10 +74,11 @@ def find_ring_slots(
 
 @compiled
 def lay_hops(hop: Ints, leader: Ints, of_position: Ints, of_rank: Ints, tiles: Ints, stages: int) -> Ints:
-    """``[pairs, row tiles or kernels, rank, slot]`` of what hops bring.
+    """Return ``[pairs, row tiles or kernels, rank, slot]`` of the work on the keys that hops bring.
 
-    Pairs are of the rows of a whole position (in its leader's row) and of a rank alone, by the position of the keys.
-    One kernel takes the queries that a rank keeps, another one those it was sent.
+    ``of_position[leader, position]`` and ``of_rank[rank, position]`` are the pairs of a whole position's rows and of
+    one rank's rows with the keys of each position; ``tiles[leader, position]`` are row tiles. A rank computes all rows
+    of its position: one kernel takes the queries that it keeps, another the queries that it received.
     """
     ranks, positions = hop.shape
     found = np.zeros((3, ranks, stages), np.int64)

@@ -1,14 +1,15 @@
-"""Loops of ring work: what the rows of every rank see of the keys of every ring position; compiled.
+"""Loops of ring work: count the pairs of every rank's rows with the keys of every ring position (compiled).
 
-A document is a row of runs, each kept by one rank. The runs are swept once for each slice of its mask. Under a slice a
-run of rows sees most runs of keys whole or not at all: whole are those in a range of runs that only moves forward while
-the sweep does. The sweep therefore carries along how many keys of each position lie in that range, and a run of rows
-adds them all with one product. Only the few runs at the range's ends, which the band of the slice cuts, are counted one
-by one.
+A document is a sequence of runs, each kept by one rank. The runs are swept once for each slice of the document's mask.
+Under a slice, a run of rows sees most runs of keys completely or not at all. The runs that it sees completely form a
+range that only moves forward during the sweep. So the sweep keeps the number of keys of each position in that range,
+and a run of rows adds all their pairs with one product. Only the few runs at the ends of the range, which the band of
+the slice cuts, are counted one by one.
 
-``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's
-begin. A *region* is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in
-which group, at which position of its ring, as which member of the position.
+``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is the first run of a
+document. A *region* is a range of one document whose adjacent runs all belong to ranks of one ring position. ``seat``
+says for each rank its group, its position in the group's ring, and which member of the position it is (the rows of
+:class:`flexcp.simulator.ring_counts.Seats`).
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ Floats = NDArray[np.float64]
 
 @compiled
 def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]:
-    """Those of the documents ``which`` whose runs have the owners of the first one's,
-    and how long each of the others' runs are.
+    """Return (documents cut like the first one of ``which``, run lengths ``[document, run]`` of all of them but the
+    first).
+
+    Documents are cut alike if their runs have the same owners in the same order.
     """
     model = which[0]
     low, count = first_run[model], first_run[model + 1] - first_run[model]
@@ -61,7 +64,7 @@ def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]
 
 @compiled
 def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints:
-    """Tiles of rows of each region; those of documents that are cut alike are all with the first of them."""
+    """Return the row tiles of each region; the first of the documents cut ``alike`` gets the tiles of all of them."""
     found = np.empty(len(regions), np.int64)
     for g in range(len(regions)):
         found[g] = (regions[g, Q1] - regions[g, Q0] + TILE_ROWS - 1) // TILE_ROWS
@@ -78,10 +81,10 @@ def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints
 
 @compiled_fused
 def sum_products(sizes: Floats) -> Floats:
-    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i;
-    four documents at a time stay in registers.
+    """Return the sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i.
 
-    (A library's product would start threads for it, and wait for them where the processor has other work.)
+    Four documents at a time are added in registers. A matrix product of a library would start threads, and wait for
+    them if the processor has other work.
     """
     documents, runs = sizes.shape
     found = np.zeros((runs, runs), np.float64)
@@ -102,12 +105,13 @@ def sum_products(sizes: Floats) -> Floats:
 def count_rings(
     runs: Table, first_run: Ints, slices: Ints, first_slice: Ints, seat: Ints, crew: Ints, tiles: Ints, which: Ints
 ) -> tuple[Floats, Ints, Ints, Ints, Ints]:
-    """Pairs of each rank's rows with the keys of each position, and of each member of its own;
-    row tiles of regions that have any.
+    """Count the documents ``which`` and return (pairs, home pairs, row tiles, own row tiles, other row tiles).
 
-    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of
-    each rank: of regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the
-    ranks of a position.
+    ``pairs[rank, position]`` are the pairs of a rank's rows with the keys of each position,
+    ``home_pairs[rank, member]`` those with the keys of each member of its own position. The row tiles of a region
+    (``tiles[region]``) are counted in ``[leader, position]`` for every position of whose keys the region sees any; in
+    the own row tiles of a rank if the region has pairs of the rank's own rows and keys; and in its other row tiles if
+    the region has other pairs inside the position. ``crew[leader]`` are the ranks of a position.
     """
     ranks = seat.shape[1]
     widest, members = seat[POSITIONS].max(), seat[MEMBERS].max()
@@ -120,11 +124,12 @@ def count_rings(
     most = 0
     for d in which:
         most = max(most, first_run[d + 1] - first_run[d])
-    # Of a document's regions: whether they see each position, pairs at home, those of each member with itself.
+    # For each region of a document: whether it sees each position, its pairs inside its own position, and the pairs of
+    # each member's own rows and keys.
     sees = np.zeros((most, widest), np.uint8)
     at_home, own = np.zeros(most, np.int64), np.zeros((most, members), np.int64)
-    # Keys of each position, and of each member of it, in the range of runs that are seen whole; below 2**30, as
-    # documents are.
+    # Keys of each position, and of each member of it, in the range of runs that are seen completely; below 2**30, as
+    # lengths of documents are.
     keys, keys_of = np.zeros(widest, np.float64), np.zeros((widest, members), np.int64)
     for d in which:
         low, high = first_run[d], first_run[d + 1]
@@ -149,12 +154,16 @@ def count_rings(
 
 @compiled_leaf
 def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own):
-    """Count one slice of the document whose runs are ``low..high``."""
+    """Count the pairs of slice ``s`` of the document whose runs are ``low..high``.
+
+    ``keys[position]`` and ``keys_of[position, member]`` must be 0; they hold the keys that the current rows see
+    completely.
+    """
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
     zero = runs[low, REGION]
     positions, members = seat[POSITIONS, runs[low, OWNER]], seat[MEMBERS, runs[low, OWNER]]
     i = first_ending_after(runs, low, high, q0)
-    # Runs of keys: those before ``visible`` are out of sight for good; ``gone..come`` are seen whole.
+    # Of the runs of keys, those before ``visible`` are seen by no later rows; ``gone..come`` are seen completely.
     visible = gone = come = first_ending_after(runs, low, high, k0)
     while i < high and runs[i, BEGIN] < q1:
         rows0, rows1 = max(runs[i, BEGIN], q0), min(runs[i, END], q1)
@@ -195,7 +204,7 @@ def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, se
 
 @compiled_inline
 def add_pairs(found, rank, g, of, seat, pairs, home_pairs, sees, at_home, own):
-    """Pairs of rows of ``rank``, region ``g``, and keys of rank ``of``."""
+    """Add ``found`` pairs of rows of ``rank`` in region ``g`` with keys of rank ``of``."""
     pairs[rank, seat[NUMBER, of]] += found
     sees[g, seat[NUMBER, of]] = 1
     if seat[NUMBER, of] == seat[NUMBER, rank]:
@@ -207,7 +216,7 @@ def add_pairs(found, rank, g, of, seat, pairs, home_pairs, sees, at_home, own):
 
 @compiled_leaf
 def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, own_tiled, other_tiled):
-    """A region's row tiles, wherever it has pairs."""
+    """Add the row tiles of region ``g``, whose position has the leader ``leader``, wherever the region has pairs."""
     for p in range(seat[POSITIONS, leader]):
         tiled[leader, p] += tiles if sees[g, p] > 0 else 0
     for n in range(seat[MEMBERS, leader]):
@@ -219,7 +228,7 @@ def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, own_tiled
 
 @compiled_leaf
 def add_keys(runs, i, sign, k0, k1, seat, keys, keys_of):
-    """A run of keys comes into the range that is seen whole (+1) or leaves it (-1)."""
+    """Add the keys of run ``i`` to the range that is seen completely (``sign`` +1), or take them out (-1)."""
     rank, length = runs[i, OWNER], sign * (min(runs[i, END], k1) - max(runs[i, BEGIN], k0))
     keys[seat[NUMBER, rank]] += length
     keys_of[seat[NUMBER, rank], seat[MEMBER, rank]] += length
@@ -227,7 +236,7 @@ def add_keys(runs, i, sign, k0, k1, seat, keys, keys_of):
 
 @compiled_leaf
 def first_ending_after(runs, low, high, token):
-    """The first of the runs ``low..high`` that ends behind a token."""
+    """Return the first of the runs ``low..high`` that ends after ``token``."""
     while low < high:
         middle = (low + high) // 2
         if runs[middle, END] <= token:
@@ -239,7 +248,7 @@ def first_ending_after(runs, low, high, token):
 
 @compiled_leaf
 def band_area(q0, q1, k0, k1, lo, hi):
-    """Pairs with ``lo <= k - q <= hi`` in a rectangle."""
+    """Return the number of pairs (q, k) with ``lo <= k - q <= hi`` in the rectangle ``q0..q1``, ``k0..k1``."""
     lo, hi = max(lo, k0 - q1 + 1), min(hi, k1 - 1 - q0)
     if q0 >= q1 or k0 >= k1 or lo > hi:
         return 0
@@ -250,7 +259,7 @@ def band_area(q0, q1, k0, k1, lo, hi):
 
 @compiled_leaf
 def ramp(x, width):
-    """Sum of clamp(j, 0, width) over all j < x."""
+    """Return the sum of clamp(j, 0, width) over all j < x."""
     x = max(x, 0)
     inside = min(x, width + 1)
     return inside * (inside - 1) // 2 + (x - inside) * width

@@ -1,25 +1,26 @@
-"""Copies: what a rank's memory does around its kernels, in nanoseconds of every stage.
+"""Copies: how long each rank copies memory before and after its kernels, stage by stage.
 
-Before a stage is posted the rank *packs* what it sends into messages. When the stage has come it *takes in* what it
-received: inputs are laid on their shelves, results that others computed are merged into the rows they belong to, and
-rooms for results of its own on the new shelves are cleared. The rank computes nothing meanwhile, and what it packs
-leaves only then. So a piece is read and written at both of its ends. A rank's own results are cleared before it begins
-and rounded when it has ended. The price is bytes over the speed of memory:
+Before a rank posts a stage, it *packs* what it sends into messages. When the stage has arrived, it *takes in* what it
+received: it copies inputs to their shelves, adds results that others computed to the rows they belong to, and clears
+the memory for its own results on the new shelves. During this time the rank computes nothing, and what it packs leaves
+only afterwards. So every piece is read and written at both ends. Before the first slot the rank clears the memory for
+the results of its own tokens, and after the last slot it rounds them. The time is bytes divided by the speed of memory:
 
     what                        bytes
-    ==========================  ==============================================================
-    pack an input               read as it lies and written as it travels: twice the piece
+    ==========================  =================================================================
+    pack an input               read from the shelf and written as it travels: twice the piece
     pack a result               read in the accumulator's dtype, written as it travels
     take in an input            twice the piece
     take in a result            read as it came; read and written in the accumulator's dtype
-    a rank's own piece          taken in from its own shelf, where a plan moves it there
+    a rank's own piece          taken in from its own shelf, if the plan copies it to another one
     results of a new shelf      written once, in the accumulator's dtype
-    a rank's own results        the same in the first slot; in the last one read so, and written in the model's dtype
-    ==========================  ==============================================================
+    a rank's own results        written once like this in the first slot; in the last slot read like this and written
+                                in the model's dtype
+    ==========================  =================================================================
 
-Each launch costs the start of a kernel besides: one packs a stage, one lays its inputs, and one takes in the results of
-a message, because results must be summed in a fixed order. Programs of one stage are an attention kernel and nothing
-else. What attention itself reads and writes is in its price.
+Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs, and one takes in the
+results of each message, because results must be added in a fixed order. A program of one stage is only an attention
+kernel. What attention itself reads and writes is part of attention's time.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from flexcp.shape import IS_OUTPUT, Kind, Shape
 
 Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
-"""Of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s, read and written together, for
-pieces of 16,384 tokens packed, laid and added (benchmarks/packing_gpu.py, docs/results/communication.md).
+"""The speed of copies, per mille of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s,
+read and written together, for pieces of 16,384 tokens packed, laid and added (benchmarks/packing_gpu.py,
+docs/results/communication.md).
 """
 
 
 class Copies(NamedTuple):
-    """``[rank, stage]`` nanoseconds: what is packed to be posted, what is done when the stage has come."""
+    """Nanoseconds ``[rank, stage]``: packing before a stage is posted, and taking in when it has arrived."""
 
     pack: Ints
     take_in: Ints
@@ -58,13 +60,13 @@ def find_copies(
     messages_only: bool = False,
     inputs: Transfers | None = None,
 ) -> Copies:
-    """The copies of a pass through memory that reads or writes so many megabytes a second,
-    and what starting each takes.
+    """Return how long the copies of a pass take.
 
-    ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end. ``inputs`` are the
-    pass's, where they are at hand.
+    Memory reads or writes ``mbps`` megabytes a second, and each launch takes ``launch_ns`` more. With
+    ``messages_only``, only the bytes of the messages are copied, as they travel, in one launch at each end. ``inputs``
+    are the inputs of the pass (:func:`flexcp.plan.slots.pass_inputs`) if the caller has them.
     """
-    from flexcp.simulator.compiled_copies import sum_copies  # compiled: only who simulates loads Numba
+    from flexcp.simulator.compiled_copies import sum_copies  # compiled: only simulations need Numba
 
     program, shape, ranks = plan.programs[mask][backward], plan.shape, plan.ranks
     t, stages = program.transfers, program.stages
@@ -85,12 +87,15 @@ def find_copies(
 
 
 def copy_mbps(cluster: Cluster) -> int:
-    """Megabytes a second that copies read and write together on a rank of the cluster."""
+    """Return the megabytes per second that copies read and write together on a rank of the cluster."""
     return max(1, cluster.memory_mbps * COPY_PERMILLE // 1000)
 
 
 def _cleared(inputs: Transfers, ranks: int, stages: int, backward: bool, shape: Shape) -> Ints:
-    """Bytes of the results on shelves whose inputs come in a stage; those of keys are there in the backward alone."""
+    """Return the bytes ``[rank, stage]`` of results to clear on the shelves whose inputs arrive in a stage.
+
+    Shelves of keys have results, gradients, only in the backward.
+    """
     each = np.zeros(len(Kind), np.int64)
     precise = _precise_bytes(shape)
     each[Kind.Q] = precise[Kind.DQ] if backward else precise[Kind.O]
@@ -100,21 +105,25 @@ def _cleared(inputs: Transfers, ranks: int, stages: int, backward: bool, shape: 
 
 
 def own_bytes(shape: Shape, backward: bool) -> tuple[int, int]:
-    """Bytes of a token's results, of all heads, as they are returned and in the accumulator's dtype."""
+    """Return the bytes of one token's results over all heads: (as they are returned, in the accumulator's dtype)."""
     kinds = ((Kind.DQ, shape.heads), (Kind.DKV, shape.kv_heads)) if backward else ((Kind.O, shape.heads),)
     each = sum(heads * shape.bytes_per_token_head()[kind] for kind, heads in kinds)
     return int(each[0]), int(each[1])
 
 
 def _precise_bytes(shape: Shape) -> Ints:
-    """Bytes of one token and head of each kind in the accumulator's dtype."""
+    """Return the bytes of one token and head of each kind in the accumulator's dtype."""
     return shape.bytes_per_token_head()[:, 1]
 
 
 def _summed(place: Ints, size: Ints, shape: tuple[int, int]) -> Ints:
-    """Bytes by rank and stage; floating point holds them exactly, and numpy adds that up fastest."""
+    """Return the sum of ``size`` by place, as a table of the given shape.
+
+    Floating point holds these sums exactly, and ``np.bincount`` is the fastest way to add them.
+    """
     return np.bincount(place, size, shape[0] * shape[1]).astype(np.int64).reshape(shape)
 
 
 def _ns(size: Ints, mbps: int, more: Ints) -> Ints:
+    """Return the time to read or write ``size`` bytes, rounded up, plus ``more``."""
     return np.asarray(-(-size * 1000 // mbps)) + more

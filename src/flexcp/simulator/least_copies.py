@@ -1,9 +1,10 @@
-"""Least copies: what packing and merging take at least, from the bytes of a prediction and without a plan.
+"""Least copies: the least time that packing and merging take, from the bytes of a prediction and without a plan.
 
-The same prices as :mod:`flexcp.simulator.copies`, where no stage is known yet: an input is read and written at both of
-its ends, a result at its sender's and, added up, once more at its receiver's, as if all results travelled in the
-accumulator's dtype; a rank's own results are cleared, read and rounded. Starting the kernels is left out. Ranks do
-nothing else meanwhile, so a predicted time and this are closer to what events find than the prediction alone.
+The costs are those of :mod:`flexcp.simulator.copies`, but no stages are known yet. An input is read and written at both
+ends. A result is read and written at its sender, and read and added at its receiver, as if all results travelled in the
+accumulator's dtype. A rank's own results are cleared, read and rounded. The starts of kernels are left out. Ranks do
+nothing else while they copy, so a predicted time plus this time is closer to the event simulator than the prediction
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> Ints:
-    """Nanoseconds of each rank's copies in a step, at least."""
+    """Return the least nanoseconds that each rank spends on copies in a step, over all layers."""
     copied = np.zeros(placement.ranks, np.int64)
     layers = np.repeat([mask.layers for mask in placement.batch.masks], 2).tolist()
     for number, (times, moves) in enumerate(zip(layers, found.moves, strict=True)):
@@ -29,7 +30,7 @@ def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> In
         results = join_flows([moves.dkv_hops, moves.relayed, moves.gradients, moves.outputs])
         (out, into), (back, home) = (_bytes(flows, found) for flows in (inputs, results))
         size = 2 * (out + into + back) + 3 * home
-        if size.any():  # else a pass is one kernel
+        if size.any():  # otherwise the pass is a single kernel without copies
             final, precise = own_bytes(shape, backward=number % 2 == 1)
             size += placement.tokens * (2 * precise + final)
         copied += times * size
@@ -37,6 +38,6 @@ def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> In
 
 
 def _bytes(flows: Flows, found: Prediction) -> tuple[Ints, Ints]:
-    """Bytes that each rank sends and receives."""
+    """Return (bytes sent, bytes received) of each rank."""
     ports = through_ports(flows, found.cluster)
     return ports.sent.sum(axis=0), ports.received.sum(axis=0)

@@ -1,10 +1,10 @@
-"""Messages: a program's chunks in the order in which ports take them, and how long each holds its two ports.
+"""Messages: the chunks of a program in the order in which ports take them, and how long each holds its two ports.
 
-What is issued together, and in which order, is the plan's to say (:mod:`flexcp.plan.issue`): whole messages, or chunks
-in the order of their rounds. A chunk takes its bytes at the port's bandwidth, more where others of its call crowd in at
-its target as the cost model says, the first chunk of a message one message's start-up more, and the first chunk of a
-rank in every further call the start-up of a call. *In line* whole messages go out peer by peer in the order of ranks,
-each waiting for its turn: what a rank does that loops over its peers.
+The plan says what is issued together and in which order (:mod:`flexcp.plan.issue`): whole messages, or chunks in the
+order of their rounds. A chunk takes the time of its bytes at the port's bandwidth, and more if other messages of its
+call crowd its target, as the cost model says. The first chunk of a message takes the start-up of a message more, and
+the first chunk of a rank in every call but the first takes the start-up of a call more. *In line*, each rank sends
+whole messages peer by peer in the order of ranks and waits for each, like a program that loops over its peers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
 MANY = 1 << 30
+"""More messages than any port has: the number that may crowd a port if a stage is issued in one call."""
 
 
 class TimedChunks(NamedTuple):
-    """Rows in the order in which ports take them. ``across`` is the level, ``ns`` how long a chunk holds its ports."""
+    """Chunks in the order in which ports take them.
+
+    ``across`` is the level (0 inside nodes, 1 across nodes), ``ns`` is how long a chunk holds its ports.
+    """
 
     stage: Ints
     across: Ints
@@ -44,9 +48,10 @@ def find_chunks(
     in_line: bool = False,
     ranks_per_nic: int = 1,
 ) -> TimedChunks:
-    """The chunks of all stages of a program; ``rounds_per_call`` of each stage stands for the plan's own where given.
+    """Return the chunks of all stages of a program.
 
-    A network port is as fast as those of the ranks that share it together.
+    ``rounds_per_call`` (one number per stage) replaces the plan's own choice if given. ``ranks_per_nic`` ranks share
+    one network port, which is as fast as their ports together.
     """
     cluster = plan.cluster
     each = plan.programs[mask][backward].execution.rounds_per_call if rounds_per_call is None else rounds_per_call
@@ -68,7 +73,7 @@ def find_chunks(
 
 
 def _messages_at_target(parts: Parts, ranks: int) -> Ints:
-    """For each part, the messages that arrive at its target in its stage, through the same port."""
+    """Return for each part the number of messages that arrive at its target in its stage through the same port."""
     port = (parts.stage * 2 + parts.across) * ranks + parts.target
     messages = distinct(port * ranks + parts.source) // ranks
     ports, count = np.unique(messages, return_counts=True)

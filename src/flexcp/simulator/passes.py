@@ -1,9 +1,8 @@
-"""Passes: one mask's program in one direction on all ranks, from when each begins to when each is done,
-and its timeline.
+"""Passes: one mask's program in one direction on all ranks, on simulated time, and its timeline.
 
-A :class:`PassModel` is what does not change from layer to layer (work, copies, chunks); :func:`run_pass` puts it on
-simulated time. A rank is *busy* while it copies and computes; the rest of the time between its first slot and its end
-it *waits*.
+A :class:`PassModel` holds what is the same in every layer (work, copies, chunks); :func:`run_pass` runs it on simulated
+time. A rank is *busy* while it copies or computes. The rest of the time, from the start of its pass to its end, it
+*waits*.
 """
 
 from __future__ import annotations
@@ -27,20 +26,22 @@ from flexcp.simulator.slot_work import MaskWork, SlotWork, slot_ns, slot_work
 Ints = NDArray[np.int64]
 TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "receive across")
 ROOMY_BITS = 36
-"""A pass of 68 seconds; the clock of events has 39 bits."""
+"""Bits of the longest estimated pass that is simulated in nanoseconds, 68 seconds; the clock of events has 39 bits."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a simulation assumes beside the plan, which says itself how it is executed (:mod:`flexcp.plan.execution`).
+    """What a simulation assumes besides the plan, which says itself how it is executed (:mod:`flexcp.plan.execution`).
 
-    ``contention``: compute and transfers slow each other as the cost model says. ``ranks_per_nic``: so many neighbours
-    share one network port, which carries as much as all of them together; one of them alone may then use all of it. The
-    others are questions, what if the plan said something else of every stage: so many ``rounds_per_call``, posted so
-    far ``ahead`` (0: transfers and compute take turns); or if each rank sent its messages peer by peer, ``in_line``.
-    ``copy_mbps`` is how fast packing and merging read and write memory, in megabytes a second (None: as fast as copies
-    are on the cluster, 0: nothing is copied). ``copies_messages_only``: of another executor's copies, only those of
-    messages in and out are counted.
+    - ``contention``: compute and transfers slow each other down as the cost model says.
+    - ``ranks_per_nic``: this many neighbouring ranks share one network port, which carries as much as the ports of all
+      of them together. If only one of them sends, it can use all of it.
+    - ``rounds_per_call``, ``ahead``: replace the plan's own values in every stage (``ahead=0``: transfers and compute
+      take turns).
+    - ``in_line``: each rank sends its messages peer by peer.
+    - ``copy_mbps``: how fast packing and merging read and write memory, in megabytes per second (None: the speed of
+      copies on the cluster, 0: no time for copies).
+    - ``copies_messages_only``: count only copies of messages, as for an executor that copies nothing else.
     """
 
     contention: bool = True
@@ -52,7 +53,7 @@ class Rules:
     copies_messages_only: bool = False
 
     def applied(self, program: Program) -> Program:
-        """The program as it is asked about."""
+        """Return the program with the execution that these rules ask for."""
         how, stages = program.execution, np.arange(program.stages)
         if self.rounds_per_call is not None:
             how = replace(how, rounds_per_call=np.full_like(stages, self.rounds_per_call))
@@ -62,7 +63,7 @@ class Rules:
 
 
 class Event(NamedTuple):
-    """One bar of a timeline: nanoseconds, and bytes where something moves."""
+    """One bar of a timeline: begin and end in nanoseconds, and bytes (``size``) if it is a message."""
 
     rank: int
     track: str
@@ -76,9 +77,9 @@ class Event(NamedTuple):
 class PassModel:
     """Work and messages of a pass, the same in every layer, and how it is executed.
 
-    ``ns[rank, slot]`` is undisturbed compute under the slot's margin; ``slow[rank, slot]`` how long it takes while the
-    rank's transfers are under way, ``link[rank, slot]`` how fast those are meanwhile, both per mille. ``copies`` are
-    part of the time a slot is busy.
+    ``ns[rank, slot]`` is the compute of a slot without disturbance, under the slot's margin. While transfers of the
+    rank are under way, compute takes ``slow[rank, slot]`` per mille of that time, and the transfers have
+    ``link[rank, slot]`` per mille of their speed. ``copies`` are added to the time in which a slot is busy.
     """
 
     name: str
@@ -97,8 +98,10 @@ class PassModel:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that ran: begin and end of every slot ``[rank, slot]``, copies and compute, of every chunk,
-    and when each rank started.
+    """A pass that was simulated, with all times in nanoseconds.
+
+    ``start[rank]`` is when each rank was ready; ``begin`` and ``end`` are ``[rank, slot]``, copies and compute
+    together; ``chunk_begin`` and ``chunk_end`` are those of every chunk of the model.
     """
 
     model: PassModel
@@ -110,21 +113,21 @@ class Pass:
 
     @property
     def done(self) -> Ints:
-        """When each rank is done."""
+        """When each rank has finished the pass."""
         return self.end[:, -1]
 
     @property
     def compute_ns(self) -> Ints:
-        """Time in which each rank computes, or copies what comes and goes."""
+        """How long each rank computes or copies."""
         return np.asarray((self.end - self.begin).sum(axis=1))
 
     @property
     def wait_ns(self) -> Ints:
-        """Time in which it does not."""
+        """How long each rank neither computes nor copies, between its start and its end."""
         return self.done - self.start - self.compute_ns
 
     def events(self) -> Iterator[Event]:
-        """The timeline: compute and waits of every rank, and its messages at both ends."""
+        """Yield the timeline: compute and waits of every rank, and every message at both of its ends."""
         name = self.model.name
         for rank in range(self.model.ranks):
             free = int(self.start[rank])
@@ -152,9 +155,10 @@ def pass_model(
     ns: Ints | None = None,
     shared: MaskWork | None = None,
 ) -> PassModel:
-    """Work and messages of a mask's program in one direction; ``ns[rank, slot]`` replaces modelled by measured compute.
+    """Return the work and messages of a mask's program in one direction.
 
-    ``shared`` is what both directions of the mask count with, where it is at hand.
+    ``ns[rank, slot]`` replaces the modelled compute by measured compute. ``shared`` is the :class:`MaskWork` that both
+    directions of the mask use, if the caller has it.
     """
     program = rules.applied(plan.programs[mask][backward])
     inputs = pass_inputs(plan, mask, backward)
@@ -177,6 +181,7 @@ def pass_model(
 
 
 def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, inputs: Transfers) -> Copies:
+    """Return the copies of a pass under these rules."""
     if rules.copy_mbps == 0:
         return Copies(*np.zeros((2, plan.ranks, plan.programs[mask][backward].stages), np.int64))
     mbps = copy_mbps(plan.cluster) if rules.copy_mbps is None else rules.copy_mbps
@@ -186,10 +191,11 @@ def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules
 def _contention(
     program: Program, chunks: TimedChunks, ranks: int, cost: CostModel, rules: Rules, backward: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that;
-    speed of those.
+    """Return three tables ``[rank, slot]``, per mille, under the plan's margins.
 
-    What travels beside a slot is taken to be the stage after it: inside the node if any of it is.
+    They are: the time of compute alone, the time of compute beside transfers relative to that, and the speed of
+    transfers beside compute. The transfers beside a slot are assumed to be those of the next stage; they count as
+    transfers inside the node if any of them is.
     """
     if not rules.contention:
         alone, slow, link = np.full((3, ranks, program.stages), 1000, np.int64)
@@ -211,8 +217,8 @@ def _contention(
 
 
 def run_pass(model: PassModel, start: Ints) -> Pass:
-    """Run a pass in which each rank begins when it is ready."""
-    from flexcp.simulator.compiled_events import run_events  # compiled: only who simulates loads Numba
+    """Run a pass on simulated time; each rank begins at its time in ``start``."""
+    from flexcp.simulator.compiled_events import run_events  # compiled: only simulations need Numba
 
     work, c, ranks = model.ns, model.chunks, model.ranks
     stage, posted, pace, copies = (
@@ -243,10 +249,10 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
 
 
 def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: Ints) -> int:
-    """By how many bits the times of a pass must be shortened for the clock of events: none, unless it takes minutes.
+    """Return by how many bits the times of a pass must be shortened for the clock of events: 0 unless it takes minutes.
 
-    What takes longest is estimated by the busiest rank and the busiest port, with room for what they wait and are
-    slowed by.
+    The length of the pass is estimated from the busiest rank and the busiest port; ``ROOMY_BITS`` leaves room for waits
+    and contention.
     """
     longest = int(start.max()) + int(work.sum(axis=1).max()) + int(copies.sum(axis=2).max())
     if len(chunk_ns):
@@ -255,8 +261,11 @@ def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: 
 
 
 def _in_turns(work: Ints, copies: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Every slot as three, where some stages are posted beside nothing: one that receives, one that takes in, posts
-    what is ahead and computes, and one that posts the next slot's own stage when all is computed.
+    """Return (work, copies, stage, posted, pace) with every slot divided into three, for programs in which some stages
+    are posted in their own slot, without work beside them.
+
+    The first of the three slots receives; the second takes in, posts stages ahead of their slot and computes; the third
+    posts the stage of the next slot when all work is done.
     """
     number = np.arange(len(how))
     apart, copied = (

@@ -1,17 +1,17 @@
-"""Ring counts: what the positions of a ring see of each other.
+"""Ring counts: the pairs between the positions of a ring.
 
-In a ring whole ranks' keys move, position by position, and a rank computes for its heads all rows that its position
-keeps. So work has no more kinds than there are positions: the keys that a hop brings come from one of them. A document
-over r positions would be cut into r squared parts; here its runs are swept once
+In a ring, the keys of whole ranks move from position to position, and a rank computes, for its heads, all rows that its
+position keeps. So the work differs only by position: the keys of a hop all come from one position. Cutting a document
+over r positions along what arrives would give r squared parts; here its runs are swept once
 (:mod:`flexcp.simulator.compiled_rings`), which gives the same sums.
 
-Most documents are cut alike: their runs have the same owners in the same order and differ in length alone. Under a
-causal or a full mask what run i sees of run j is then the same product of lengths in all of them, so one matrix product
-counts them together. Which positions are seen at all does not depend on the lengths: one of these documents is swept
-with the row tiles of all.
+Most documents are cut alike: their runs have the same owners in the same order and differ only in length. Under a
+causal or a full mask, the pairs of run i with run j are then the same product of lengths in all these documents, so one
+matrix product counts them together. Which positions a region sees does not depend on the lengths, so only one of these
+documents is swept, with the row tiles of all.
 
-Counts are exact. Products are taken in floating point, which holds integers up to 2**53; batches with more pairs are
-not counted here.
+Counts are exact. Products are computed in floating point, which holds integers up to 2**53; batches that may have more
+pairs are not counted here.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from flexcp.plan.plan import Plan
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 EXACT = 1 << 53
-"""Floating point holds all integers up to this."""
+"""Floating point holds all integers up to this one."""
 
 
 class Seats(NamedTuple):
-    """Where each rank is: its group, its position in the group's ring, which member of the position;
-    how many there are of both.
+    """For each rank its group, its position in the group's ring (``number``) and which ``member`` of the position it
+    is.
 
-    ``leader`` is the first rank of its position; it computes the query heads ``first_head..last_head``. These columns
-    are the rows of the table that :mod:`flexcp.simulator.compiled_rings` reads.
+    ``positions`` and ``members`` are how many positions its ring and how many members each position has. ``leader`` is
+    the first rank of its position. The rank computes the query heads ``first_head..last_head``. These columns are the
+    rows of the table ``seat`` in :mod:`flexcp.simulator.compiled_rings`.
     """
 
     group: Ints
@@ -52,12 +53,13 @@ class Seats(NamedTuple):
 
 
 class RingCounts(NamedTuple):
-    """Pairs of one head and row tiles, of rank by position of its ring or member of its position.
+    """Pairs of one head, and row tiles, between the ranks and positions of rings.
 
-    ``pairs[rank, position]`` are those of the rows that the rank keeps, ``home_pairs[rank, member]`` likewise inside
-    its own position. ``tiles[leader, position]`` are of the regions of a position that see another; ``own_tiles[rank]``
-    and ``other_tiles[rank]`` at home, of the regions with pairs of the rank's own rows and keys, and of those with any
-    others.
+    ``pairs[rank, position]`` are the pairs of the rows that a rank keeps with the keys of a position,
+    ``home_pairs[rank, member]`` those with the keys of each member of its own position. ``tiles[leader, position]`` are
+    the row tiles of the regions of a position (given by its leader) that see keys of another. ``own_tiles[rank]`` are
+    the row tiles of the regions that have pairs of the rank's own rows and keys, and ``other_tiles[rank]`` those of the
+    regions that have other pairs inside the position. Row tiles are given as the pairs that cost as much.
     """
 
     seats: Seats
@@ -69,8 +71,8 @@ class RingCounts(NamedTuple):
 
 
 def count_ring(plan: Plan, mask: int) -> RingCounts | None:
-    """What positions see of each other under a mask; None where the placement is not that of a ring."""
-    from flexcp.simulator import compiled_ring_runs as placed  # compiled: only who simulates loads Numba
+    """Return the pairs between the positions of a ring under a mask, or None if the placement is not that of a ring."""
+    from flexcp.simulator import compiled_ring_runs as placed  # compiled: only simulations need Numba
     from flexcp.simulator import compiled_rings as loops
 
     placement, batch = plan.placement, plan.batch
@@ -99,8 +101,10 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
 
 
 def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple[Ints, bool]:
-    """Documents that may be cut alike, with as many runs as most: those under a causal mask, or (then True) those in
-    which all see all.
+    """Return (documents that may be cut alike, whether they have a full mask).
+
+    These are the documents with a causal mask or those with a full mask, whichever are more. Of these, only documents
+    with one number of runs are returned: the number that has the most runs in total.
     """
     one = np.flatnonzero(np.diff(layer.first) == 1)
     slices, n = layer.slices[layer.first[one]], lengths[one]
@@ -114,7 +118,10 @@ def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple
 
 
 def _seen(products: Floats, sizes: Floats, ahead: bool) -> Floats:
-    """Pairs of the rows of each run with the keys of each, from products of lengths below the diagonal."""
+    """Return the pairs ``[run of rows, run of keys]``, from the products of lengths at and below the diagonal.
+
+    ``sizes`` are the total lengths of each run; ``ahead`` is True for full masks, in which rows also see later keys.
+    """
     if ahead:
         return products + np.tril(products, -1).T
     np.fill_diagonal(products, (np.diag(products) + sizes) / 2)
@@ -122,7 +129,7 @@ def _seen(products: Floats, sizes: Floats, ahead: bool) -> Floats:
 
 
 def _add_pairs(pairs: Floats, home_pairs: Ints, seats: Seats, owner: Ints, seen: Floats) -> None:
-    """Add what runs of these owners see of each other."""
+    """Add the pairs ``seen[run of rows, run of keys]`` to both counts; ``owner`` is the rank that keeps each run."""
     number, member, leader = seats.number[owner], seats.member[owner], seats.leader[owner]
     place = owner[:, None] * pairs.shape[1] + number
     pairs += np.bincount(place.ravel(), seen.ravel(), pairs.size).reshape(pairs.shape)
@@ -131,7 +138,7 @@ def _add_pairs(pairs: Floats, home_pairs: Ints, seats: Seats, owner: Ints, seen:
 
 
 def _seats(placement: Placement, heads: int) -> Seats | None:
-    """The seats of a placement's groups, or None where these are no grids of all ranks."""
+    """Return the seats of all ranks, or None if the placement's groups are not grids that contain every rank."""
     columns = np.full((len(Seats._fields), placement.ranks), -1, np.int64)
     for g, grid in enumerate(placement.traffic.groups):
         positions, members = len(grid), len(grid[0])
@@ -145,18 +152,20 @@ def _seats(placement: Placement, heads: int) -> Seats | None:
 
 
 def _crews(seats: Seats) -> Ints:
-    """``[leader, member]``: the ranks of each position."""
+    """Return the ranks of each position, ``[leader, member]``."""
     crews = np.zeros((len(seats.leader), int(seats.members.max())), np.int64)
     crews[seats.leader, seats.member] = np.arange(len(seats.leader))
     return crews
 
 
 def _columns(table: Table) -> list[Ints]:
+    """Return the columns of a table as a list."""
     return [getattr(table, name) for name in table.names()]
 
 
 def _own(column: Ints) -> Ints:
-    """A contiguous array that may be written: of what a batch holds some may, some may not,
-    and loops are compiled for either.
+    """Return a contiguous, writable copy.
+
+    Some arrays of a batch are writable and some are not, and loops would be compiled separately for both.
     """
     return np.array(column, np.int64)

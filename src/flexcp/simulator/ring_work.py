@@ -1,10 +1,11 @@
-"""Ring work: the work of every slot of a ring, from what its positions see of each other.
+"""Ring work: the work of every slot of a ring, from the pairs between its positions.
 
-:mod:`flexcp.simulator.ring_counts` counts that once for both directions; transfers say in which slot the keys of a
-position are there. The result is that of :mod:`flexcp.simulator.slot_work`, which cuts every region along what arrives.
+:mod:`flexcp.simulator.ring_counts` counts the pairs once for both directions; the transfers say in which slot the keys
+of a position arrive. The result is the same as that of :mod:`flexcp.simulator.slot_work`, which cuts every region along
+what arrives.
 
-A ring is what its tables say, not its strategy's name: where transfers are not those of a ring, there is no answer
-here.
+Whether a plan is a ring is decided by its tables, not by the name of its strategy. For transfers that are not those of
+a ring, the functions here return None.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Ints = NDArray[np.int64]
 
 
 class RingSlots(NamedTuple):
-    """When keys are there: those of each position ``[rank, position]`` (-1: none come),
-    and what the others of the own one keep.
+    """The slots in which keys arrive.
+
+    ``hop[rank, position]`` is the slot of the keys of each other position (-1: none come), ``home[rank]`` the slot of
+    what the other members of the rank's own position keep (0: none come).
     """
 
     hop: Ints
@@ -35,13 +38,13 @@ class RingSlots(NamedTuple):
 def find_slots(
     plan: Plan, mask: int, backward: bool, seats: Seats, inputs: Transfers | None = None
 ) -> RingSlots | None:
-    """The slots of a ring's keys; None where transfers are not those of a ring. ``inputs`` are the pass's,
-    where they are at hand.
+    """Return the slots in which a ring's keys arrive, or None if the transfers are not those of a ring.
 
-    In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one
-    more position a slot, all of a rank's tokens at a time.
+    In a ring, every rank first receives the queries and keys of the other members of its position, all in one slot, and
+    then the keys of one more position per slot; all tokens of a rank come together. ``inputs`` are the inputs of the
+    pass (:func:`flexcp.plan.slots.pass_inputs`) if the caller has them.
     """
-    from flexcp.simulator.compiled_ring_slots import find_ring_slots  # compiled: only who simulates loads Numba
+    from flexcp.simulator.compiled_ring_slots import find_ring_slots  # compiled: only simulations need Numba
 
     program = plan.programs[mask][backward]
     if program.held or program.keys_kept or program.own_stage != 0:
@@ -56,16 +59,15 @@ def find_slots(
 
 
 def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[Ints, Ints, Ints]:
-    """``[rank, slot]`` work with row tiles, pairs, kernels."""
-    from flexcp.simulator.compiled_ring_slots import lay_hops  # compiled: only who simulates loads Numba
+    """Return three tables ``[rank, slot]``: pairs and row tiles x query heads, pairs x query heads, kernels."""
+    from flexcp.simulator.compiled_ring_slots import lay_hops  # compiled: only simulations need Numba
 
     leader, member = counts.seats.leader, counts.seats.member
     heads = (counts.seats.last_head - counts.seats.first_head)[:, None]
     of_position = _sum_by_position(counts.pairs, counts.seats)
     pairs, tiles, kernels = lay_hops(slots.hop, leader, of_position, counts.pairs, counts.tiles, stages)
-    # A kernel takes queries that a rank keeps or those it was sent, and keys of one slot, of which own and sent ones
-    # are apart.
-    # At home: what a rank keeps of rows and keys, then the rest.
+    # A kernel takes either the queries that a rank keeps or those that it received, and likewise either kept or
+    # received keys. Of the work inside the position, slot 0 has the rank's own rows and keys, slot ``home`` the rest.
     own = counts.home_pairs[np.arange(len(leader)), member]
     rows = counts.home_pairs.sum(axis=1)
     columns = _sum_by_position(counts.home_pairs, counts.seats)
@@ -79,7 +81,7 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
 
 
 def _sum_by_position(values: Ints, seats: Seats) -> Ints:
-    """The sums over the ranks of each position, in the row of its leader."""
+    """Return the sums over the ranks of each position, in the row of its leader; other rows are 0."""
     found = np.zeros_like(values)
     for member in range(int(seats.members.max())):
         of = np.flatnonzero(seats.member == member)

@@ -1,11 +1,11 @@
 """Slot work: how long every rank computes in every slot of a program.
 
-In which slot work runs is the executor's rule (:mod:`flexcp.plan.slots`). Pairs are counted exactly, by cutting the
-regions along what arrives in each stage; every pass over a region pays for its row tiles, every slot with work for the
-start of a kernel (:mod:`flexcp.schedule.work` says the same in closed form).
+The slot in which work runs is given by the executor's rule (:mod:`flexcp.plan.slots`). Pairs are counted exactly, by
+cutting the regions along what arrives in each stage. Every pass over a region costs its row tiles, and every kernel
+costs its start. :mod:`flexcp.schedule.work` computes the same in closed form.
 
-That takes as many parts as regions see pieces. A ring has very many of both, and is counted by its rule instead
-(:mod:`flexcp.simulator.ring_work`); the numbers are the same.
+This makes as many parts as there are combinations of regions and the pieces they see. A ring has very many, so it is
+counted by position instead (:mod:`flexcp.simulator.ring_work`); the numbers are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Ints = NDArray[np.int64]
 
 
 class SlotWork(NamedTuple):
-    """``[rank, slot]``: pairs x query heads with the price of row tiles, the same without it, kernels started."""
+    """Tables ``[rank, slot]``: pairs x query heads including row tiles, the same without row tiles, and kernels
+    started.
+    """
 
     work: Ints
     pairs: Ints
@@ -41,11 +43,11 @@ class SlotWork(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What ranks hold of one side, as :mod:`flexcp.simulator.compiled_cuts` reads it:
-    segments, where each rank's begin, head ranges.
+    """What ranks hold of queries or keys, as :mod:`flexcp.simulator.compiled_cuts` reads it.
 
-    Segments are stream ranges with the slot from which on they are there and their shelf. Shelf 0 is a rank's own
-    tokens; what arrives together is on one.
+    ``segments`` are ranges of the stream, each with the slot from which on it is there and with its shelf. Shelf 0 has
+    a rank's own tokens; pieces that arrive in one stage for the same heads share a shelf. ``first`` is the first
+    segment of each head range and rank, ``heads`` are the query heads of each head range.
     """
 
     segments: Ints
@@ -55,8 +57,8 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskWork:
-    """What both directions of a mask count with, found when it is first asked for:
-    its ring, or its regions cut by their slices.
+    """What both directions of a mask need for counting, computed when it is first used: its ring, or its regions cut by
+    their slices.
     """
 
     plan: Plan
@@ -64,13 +66,13 @@ class MaskWork:
 
     @cached_property
     def ring(self) -> RingCounts | None:
-        """What the positions of a ring see of each other; None where the placement is not that of a ring."""
+        """The pairs between the positions of a ring, or None if the placement is not that of a ring."""
         return count_ring(self.plan, self.mask)
 
     @cached_property
     def cuts(self) -> tuple[Ints, Ints, Ints]:
-        """(region and slice of each non-empty cut, in stream coordinates; the table of regions
-        that compiled loops read).
+        """(Region of each cut, its slice in stream coordinates, the table of regions that compiled loops read); a cut
+        is the non-empty intersection of a region and a slice of the mask.
         """
         placement = self.plan.placement
         regions = placement.regions[self.mask]
@@ -84,8 +86,10 @@ class MaskWork:
 def slot_work(
     plan: Plan, mask: int, backward: bool, shared: MaskWork | None = None, inputs: Transfers | None = None
 ) -> SlotWork:
-    """The work of a mask's program in one direction; ``shared`` by both and :func:`pass_inputs`
-    where they are at hand.
+    """Return the work of a mask's program in one direction.
+
+    ``shared`` (for both directions of the mask) and ``inputs`` (:func:`flexcp.plan.slots.pass_inputs`) are computed if
+    the caller does not have them.
     """
     program, placement = plan.programs[mask][backward], plan.placement
     shared = shared or MaskWork(plan, mask)
@@ -100,8 +104,8 @@ def slot_work(
 def cut_work(
     plan: Plan, mask: int, program: Program, shared: MaskWork | None = None, inputs: Transfers | None = None
 ) -> SlotWork:
-    """The work of any program, with every region cut along what arrives."""
-    from flexcp.simulator import compiled_cuts as loops  # compiled: only who simulates loads Numba
+    """Return the work of any program, counted by cutting every region along what arrives."""
+    from flexcp.simulator import compiled_cuts as loops  # compiled: only simulations need Numba
 
     shape, ranks, slots = plan.shape, plan.ranks, program.stages
     index, slices, table = (shared or MaskWork(plan, mask)).cuts
@@ -110,7 +114,7 @@ def cut_work(
     queries, keys = (_held(plan, program, inputs, kind) for kind in (Kind.Q, Kind.KV))
     shelves = 1 + max(int(held.segments[loops.SHELF].max(initial=0)) for held in (queries, keys))
     sizes = np.array([ranks, slots, shape.heads, shelves], np.int64)
-    # Compiled for one layout in memory.
+    # Contiguous, so that the loop is compiled for one memory layout only.
     held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
     (pairs, tiles, own_pairs, own_tiles), kernels = loops.sum_parts(index, slices, table, *held, sizes)
     work = pairs + tiles
@@ -125,17 +129,17 @@ def cut_work(
 
 
 def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Ints:
-    """``[rank, slot]`` nanoseconds, with the start of each kernel."""
+    """Return the time of every slot in nanoseconds, ``[rank, slot]``, including the start of each kernel."""
     ns = cost.attention_ns(found.work.T, plan.shape, plan.cluster, backward).T
     return np.asarray(ns + cost.kernel_ns * found.kernels)
 
 
-# --- exactly ----------------------------------------------------------------------------------------------------------
+# --- regions cut along what arrives -----------------------------------------------------------------------------------
 
 
 def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:
-    """What ranks hold of queries or keys: their own tokens, and what arrives or was kept."""
-    from flexcp.simulator.compiled_held import lay_segments  # compiled: only who simulates loads Numba
+    """Return what ranks hold of queries or keys (``kind``): their own tokens, and pieces that arrive or were kept."""
+    from flexcp.simulator.compiled_held import lay_segments  # compiled: only simulations need Numba
 
     placement = plan.placement
     which = np.flatnonzero(inputs.kind == kind)
@@ -151,7 +155,7 @@ def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:
 
 
 def _numbered(labels: Ints) -> tuple[Ints, Ints]:
-    """(the labels there are, the number of each one's among them), for small labels."""
+    """Return (the distinct labels in ascending order, the number of each among them); labels are small integers."""
     found = np.flatnonzero(np.bincount(labels))
     number = np.zeros(int(labels.max(initial=0)) + 1, np.int64)
     number[found] = np.arange(len(found))
@@ -159,7 +163,7 @@ def _numbered(labels: Ints) -> tuple[Ints, Ints]:
 
 
 def _last_inputs(inputs: Transfers, ranks: int) -> Ints:
-    """The stage of each rank's last input, 0 for a rank without any."""
+    """Return the stage of each rank's last input, 0 for a rank without inputs."""
     last = np.zeros(ranks, np.int64)
     np.maximum.at(last, inputs.target, inputs.stage)
     return last
@@ -169,7 +173,9 @@ def _last_inputs(inputs: Transfers, ranks: int) -> Ints:
 
 
 def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
-    """All other keys come in one stage, so own work and the rest are all there is to count."""
+    """Return the work of a gather, which brings all other keys in one stage: own work in slot 0, all other work in slot
+    1.
+    """
     found = []
     for columns in _own_and_rest(plan, mask):
         total = np.zeros((plan.ranks, program.stages), np.int64)
@@ -179,11 +185,14 @@ def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
 
 
 def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
-    """Work of each rank on keys at home and on others, with row tiles and without."""
+    """Return ((own work, other work), (own pairs, other pairs)) of each rank, x query heads; work includes row tiles.
+
+    Own work is on the rank's own rows and keys.
+    """
     placement = plan.placement
     regions = placement.regions[mask]
     pairs = count_static_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
-    # A region without a pair is no work.
+    # Regions without pairs cost nothing here, although ``rank_work`` counts their row tiles.
     some = pairs.all > 0
     regions, pairs = regions.take(some), Pairs(*(column[some] for column in pairs[:3]))
     heads = regions.h1 - regions.h0

@@ -1,11 +1,11 @@
-"""Step parts: what a training step consists of beside attention, and what of it takes how long.
+"""Step parts: the parts of a training step besides attention, and how long they take.
 
-A :class:`Training` travels in a planner's request. So whoever chooses by the time of a step and whoever reports one
-speak of the same step: both ask :mod:`flexcp.simulator.training` about it, and prices in closed form have
-:func:`beyond_layers_ns` added to them.
+A planner's request contains a :class:`Training`, so planners that choose by the time of a step and reports about a step
+mean the same step. Both simulate it with :mod:`flexcp.simulator.training`; predictions in closed form add
+:func:`beyond_layers_ns`.
 
-A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own
-inside port.
+A collective over all ranks takes the time of its bytes through the network ports of a node together, or through a
+rank's port inside its node, whichever is slower.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What a step consists of beside attention: the other layers and the vocabulary of ``model``, gradient sync,
-    and ``tp``'s collectives.
+    """The parts of a step besides attention: the other layers and the vocabulary of ``model``, gradient sync, and the
+    collectives of tensor parallelism.
 
-    ``model`` is as one rank has it, where tensor parallelism over ``tp`` divided it. ``sync`` is ``"fsdp"``,
-    ``"allreduce"`` or ``"none"``; it hides behind ``overlap_permille`` of a layer's time.
+    ``model`` is one rank's share of the model if tensor parallelism over ``tp`` ranks divides it. ``sync`` is
+    ``"fsdp"``, ``"allreduce"`` or ``"none"``; ``overlap_permille`` of a layer's time can hide it.
     """
 
     model: Preset
@@ -47,16 +47,20 @@ class Training:
 
 
 def layers_alone(cost: CostModel, shape: Shape) -> Training:
-    """The step of whoever describes none: the layers, without vocabulary, gradient sync and collectives."""
+    """Return the step that is assumed if the user describes none: layers only, without vocabulary, sync and
+    collectives.
+    """
     return Training(Preset(cost.model or dense_model(shape), shape, vocabulary=1), sync="none")
 
 
 def beyond_layers_ns(
     tokens: Ints, layers: int, shape: Shape, cluster: Cluster, cost: CostModel, training: Training
 ) -> Ints:
-    """What a step of ranks with so many tokens takes at least beyond attention and the rest of its layers.
+    """Return the least time of a step besides attention and the other layers, for ranks with the given numbers of
+    tokens.
 
-    The vocabulary's projection, the collectives of tensor parallelism, and the sync that has nothing to hide behind.
+    It consists of the vocabulary's projection, the collectives of tensor parallelism, and the part of the gradient sync
+    that nothing can hide.
     """
     head = cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
@@ -64,12 +68,12 @@ def beyond_layers_ns(
 
 
 def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -> int:
-    """Sync before the first layer and behind the last, which has nothing to hide behind.
+    """Return the time of the sync before the first and after the last layer, which no compute hides.
 
-    ``"fsdp"`` gathers the first layer's weights, and those of embedding and head, which belong to no layer, once; their
-    gradients are scattered at the end, as ``fully_shard`` of a model does. ``"allreduce"`` sums the embedding's
-    gradients, the last to be there, at the end; those of the head, the first, hide as far as anything does, where it
-    has a matrix of its own.
+    ``"fsdp"`` gathers the weights of the first layer, and once the weights of embedding and head, which belong to no
+    layer; their gradients are scattered at the end, as with ``fully_shard`` of a model. ``"allreduce"`` sums the
+    gradients of the embedding at the end, because they are computed last. If the head has a matrix of its own, its
+    gradients are computed first; their sum is hidden as far as ``overlap_permille`` allows.
     """
     if training.sync == "none":
         return 0
@@ -82,18 +86,20 @@ def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -
 
 
 def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostModel, training: Training) -> Ints:
-    """One layer's collectives of tensor parallelism on each rank, forward and backward, with nothing to hide behind."""
+    """Return the time of one layer's tensor-parallel collectives on each rank, forward and backward; no compute hides
+    them.
+    """
     if training.tp == 1:
         return np.zeros_like(tokens)
     row = training.model.model.hidden * shape.element_bytes
-    # Four all-reduces of a token's row, two in each direction; or as many scatters and gathers (Megatron-LM, sequence
-    # parallelism).
+    # Four all-reduces of a token's row, two in each direction. With sequence parallelism (Megatron-LM), four pairs of
+    # a reduce-scatter and an all-gather instead, which move as many bytes.
     size = 4 * 2 * tokens * row * (training.tp - 1) // training.tp
     return cost.link_ns(size, cluster.intra_mbps) + 8 * cluster.latency_ns
 
 
 def collective_ns(cluster: Cluster, cost: CostModel, weights: int) -> int:
-    """An all-gather or reduce-scatter of so many weights over all ranks."""
+    """Return the time of one all-gather or reduce-scatter of this many weights over all ranks."""
     size = np.array([WEIGHT_BYTES * weights], np.int64)
     inside = int(cost.link_ns(size * (cluster.ranks - 1) // cluster.ranks, cluster.intra_mbps)[0])
     if cluster.nodes == 1:

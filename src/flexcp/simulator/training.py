@@ -1,27 +1,27 @@
 """Simulation of a plan: attention alone, or a whole training step.
 
-*Attention alone* is one forward and one backward pass for each mask, all ranks starting together in each; its time is
-the slowest rank's, summed over the layers of every mask.
+*Attention alone* is one forward and one backward pass for each mask. All ranks start each pass together; its time is
+the time of the slowest rank, summed over the layers of every mask.
 
-A *step* goes through the layers: attention and the rest of the layer forward, then both backward, the last layer first.
-Ranks do not wait for each other between layers but where messages make them, and where the gradient sync does:
+A *step* runs through the layers: attention and the rest of each layer forward, then both backward, beginning with the
+last layer. Between layers, ranks wait for each other only for messages and for the gradient sync:
 
-- ``fsdp``: weights of a layer are gathered before it runs, forward and backward, and its gradients are reduced and
-  scattered. The gather of the next layer is asked for when a rank begins this one and needs all ranks, so no rank is a
-  whole layer ahead.
-- ``allreduce``: gradients of a layer are reduced while earlier layers go backward; nothing waits until the end of the
-  step.
+- ``fsdp``: the weights of a layer are gathered before it runs, forward and backward, and its gradients are
+  reduce-scattered. The gather of the next layer is posted when a rank begins this one and needs all ranks, so no rank
+  can be a whole layer ahead.
+- ``allreduce``: the gradients of a layer are reduced while earlier layers run backward; no rank waits for them before
+  the end of the step.
 
-A collective hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and what comes
-before the first layer and behind the last (embedding and head among it), is exposed. What collectives and attention's
-messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer includes that one's
-collectives inside the node. The vocabulary's projection comes last. What a step has of all this is a
-:class:`~flexcp.simulator.step_parts.Training`.
+A collective is hidden by the compute of its layer, up to ``overlap_permille`` of that time. What is not hidden is
+exposed, as are the collectives before the first and after the last layer, such as those of embedding and head. It is
+not modelled that collectives and attention's messages compete for ports. With tensor parallelism, the rest of a layer
+includes its collectives inside the node. The projection to the vocabulary comes last. A
+:class:`~flexcp.simulator.step_parts.Training` says which of these parts a step has.
 
-Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages
-take equally long, as long as the last of them took from the second layer to its end, and no less than the busiest
-works. Every nanosecond of a rank goes into one part of its time (attention, waits, other layers, sync), so that the
-parts of a step add up to it.
+All layers under one mask are alike, so two of them are simulated. For each of the others, ranks that are connected by
+messages take the same time: the time from the last begin to the last end among them in the second layer, but at least
+the busy time of the busiest. Every nanosecond of a rank is counted in one of four parts (attention, waits, other
+layers, sync), so the parts of a step add up to its time.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ SIMULATED_LAYERS = 2
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
-    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits for others,
-    other layers and exposed sync.
+    """The time of a whole step in nanoseconds, and what the slowest rank spends it on.
 
-    The four add up to the step. ``ranks`` are the same four of every rank, ``[part, rank]``; they add up to when that
-    rank is done.
+    ``attention_ns``, ``wait_ns`` (waiting for others), ``linear_ns`` (other layers) and ``sync_ns`` (exposed sync) of
+    the slowest rank add up to ``total_ns``. ``ranks[part, rank]`` are the same four parts of every rank; they add up to
+    the time at which that rank is done.
     """
 
     total_ns: int
@@ -64,7 +64,11 @@ class StepTime:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A plan on simulated time. ``passes[mask]`` are (forward, backward), of one layer, all ranks starting together."""
+    """A plan on simulated time.
+
+    ``passes[mask]`` are (forward, backward) of one layer, with all ranks starting together. ``step`` is the time of a
+    whole training step, if one was simulated.
+    """
 
     plan: Plan
     cost: CostModel
@@ -73,17 +77,17 @@ class Simulation:
     step: StepTime | None = field(default=None)
 
     def pass_ns(self, backward: bool) -> int:
-        """Attention in one direction over all layers: the slowest rank of each pass."""
+        """Return the time of attention in one direction over all layers, by the slowest rank of each pass."""
         masks = self.plan.batch.masks
         return sum(m.layers * int(p[backward].done.max()) for m, p in zip(masks, self.passes, strict=True))
 
     @property
     def attention_ns(self) -> int:
-        """Attention forward and backward over all layers."""
+        """The time of attention, forward and backward, over all layers."""
         return self.pass_ns(False) + self.pass_ns(True)
 
     def bounds(self, backward: bool) -> Bounds:
-        """Bounds of one direction over all layers."""
+        """Return the lower bounds of one direction over all layers."""
         found = [self._bounds[m][backward] for m in range(len(self.passes))]
         layers = [m.layers for m in self.plan.batch.masks]
         return Bounds(
@@ -92,22 +96,25 @@ class Simulation:
 
     @cached_property
     def _bounds(self) -> list[tuple[Bounds, Bounds]]:
+        """The bounds of one layer of each mask, (forward, backward)."""
         plan = self.plan
         way = [(plan.batch, m, plan.shape, plan.cluster, self.cost) for m in range(len(self.passes))]
         return [(pass_bounds(*w, False), pass_bounds(*w, True)) for w in way]
 
     @property
     def optimality(self) -> float:
-        """Attention's time over what no placement is faster than; 1.0 is perfect."""
+        """The time of attention divided by its lower bound; 1.0 is perfect."""
         return self.attention_ns / (self.bounds(False).floor + self.bounds(True).floor)
 
     def pass_optimality(self, backward: bool) -> float:
-        """The same of one direction."""
+        """Return the time of attention in one direction divided by its lower bound; 1.0 is perfect."""
         return self.pass_ns(backward) / self.bounds(backward).floor
 
     def mfu(self, backward: bool | None = None) -> float:
-        """Useful FLOPs of attention (one direction, or both)
-        over what all ranks could do meanwhile at their nominal peak.
+        """Return the useful FLOPs of attention divided by what all ranks could compute in its time at their nominal
+        peak.
+
+        ``backward`` chooses one direction; None means both.
         """
         shape, cluster = self.plan.shape, self.plan.cluster
         ways = (False, True) if backward is None else (backward,)
@@ -118,16 +125,17 @@ class Simulation:
         return flops / (cluster.ranks * cluster.gflops * PEAK_PERMILLE[shape.dtype] / 1000 * max(ns, 1))
 
     def tflops(self, backward: bool) -> float:
-        """Useful TFLOP/s of a rank in one direction."""
+        """Return the useful TFLOP/s per rank in one direction."""
         return self.mfu(backward) * self.plan.cluster.gflops * PEAK_PERMILLE[self.plan.shape.dtype] / 1e6
 
     @cached_property
     def _useful(self) -> list[int]:
+        """The pairs x query heads of each mask in one layer."""
         return [int(self.plan.work(m).sum()) for m in range(len(self.passes))]
 
     @property
     def exposed_ns(self) -> int:
-        """Of :attr:`attention_ns`, what the slowest ranks waited."""
+        """How much of :attr:`attention_ns` the slowest ranks spent waiting."""
         return sum(
             mask.layers * int(p.wait_ns[p.done.argmax()])
             for mask, pair in zip(self.plan.batch.masks, self.passes, strict=True)
@@ -135,8 +143,9 @@ class Simulation:
         )
 
     def events(self) -> list[Event]:
-        """The timeline of one layer: every mask's forward, then every mask's backward behind the slowest rank of what
-        was before.
+        """Return the timeline of one layer: the forward of every mask, then the backward of every mask.
+
+        Each pass begins when the slowest rank has finished the pass before.
         """
         found: list[Event] = []
         at = 0
@@ -155,8 +164,10 @@ def simulate(
     training: Training | None = None,
     measured: Callable[[int, bool], Ints] | None = None,
 ) -> Simulation:
-    """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]``
-    in nanoseconds in the model's place.
+    """Run a plan on simulated time.
+
+    ``measured(mask, backward)`` replaces the modelled compute by measured nanoseconds ``[rank, slot]``. With
+    ``training``, a whole training step is simulated as well.
     """
     cost = plan.cost if cost is None else cost
     zero = np.zeros(plan.ranks, np.int64)
@@ -167,7 +178,7 @@ def simulate(
 
 
 def simulated_step(plan: Plan, training: Training, rules: Rules = Rules()) -> StepTime:  # noqa: B008 - immutable
-    """A whole step alone, without the passes that :func:`simulate` runs beside it."""
+    """Return the time of a whole step, without the passes that :func:`simulate` runs as well."""
     models = [_pass_models(plan, m, plan.cost, rules, None) for m in range(len(plan.programs))]
     return _whole_step(plan, plan.cost, models, training)
 
@@ -175,6 +186,7 @@ def simulated_step(plan: Plan, training: Training, rules: Rules = Rules()) -> St
 def _pass_models(
     plan: Plan, mask: int, cost: CostModel, rules: Rules, measured: Callable[[int, bool], Ints] | None
 ) -> tuple[PassModel, PassModel]:
+    """Return the models of the forward and the backward pass of a mask."""
     shared = MaskWork(plan, mask)
     ways = ((way, None if measured is None else measured(mask, way)) for way in (False, True))
     forward, backward = (pass_model(plan, mask, way, cost, rules, ns, shared) for way, ns in ways)
@@ -185,13 +197,13 @@ def _pass_models(
 
 
 def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassModel]], training: Training) -> StepTime:
-    """Layers one behind the other; of each mask's alike layers the first two are simulated."""
+    """Return the time of a step, layer after layer; of the layers under each mask, the first two are simulated."""
     tokens, shape, cluster = plan.placement.tokens, plan.shape, plan.cluster
     linear = cost.linear_ns(tokens, shape, cluster)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
     forward = linear // 3 + inside // 2
     ways = ((False, forward), (True, linear + inside - forward))
-    # Attention, waits, other layers and sync of each rank so far; their sum is when it is ready for what comes next.
+    # Attention, waits, other layers and sync of each rank so far; their sum is when the rank can begin the next layer.
     spent = np.zeros((4, plan.ranks), np.int64)
     spent[3] += sync_at_the_ends_ns(cluster, cost, training)
     for backward, rest in ways:
@@ -199,7 +211,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
             simulated = min(mask.layers, SIMULATED_LAYERS)
             for _ in range(simulated):
                 begin = spent.sum(axis=0)
-                first = begin.min()  # a pass is the same whenever it begins, and the clock of events is short
+                first = begin.min()  # passes do not depend on when they begin, and the clock of events has few bits
                 ran = run_pass(model[backward], begin - first)
                 exposed = _exposed_ns(plan, cost, training, backward, first + ran.done + rest - begin)
                 layer = np.stack(np.broadcast_arrays(ran.compute_ns, ran.wait_ns, rest, exposed))
@@ -220,7 +232,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
 
 
 def _reached_by_messages(transfers: Transfers, ranks: int) -> Ints:
-    """For each rank the lowest one that messages connect it with, directly or over others."""
+    """Return for each rank the lowest rank that messages connect it with, directly or through others."""
     lowest = np.arange(ranks, dtype=np.int64)
     ends = np.concatenate([transfers.source, transfers.target])
     while True:
@@ -233,8 +245,10 @@ def _reached_by_messages(transfers: Transfers, ranks: int) -> Ints:
 
 
 def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
-    """What each rank takes for a layer, once those that exchange messages keep the same pace;
-    from a layer's begin, end and busy time.
+    """Return the time that each rank takes per layer once ranks that exchange messages keep the same pace.
+
+    ``groups`` gives the connected ranks; ``begin``, ``end`` and ``busy`` are the times of each rank in a simulated
+    layer.
     """
 
     def largest(values: Ints) -> Ints:
@@ -246,10 +260,10 @@ def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
 
 
 def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin: int, ready: Ints) -> Ints:
-    """How long each rank waits for the next layer's weights,
-    which come when the last rank has begun this layer, ``[part, rank]``.
+    """Return how long each rank waits for the weights of the next layer, ``[part, rank]``.
 
-    Up to the time of the collective itself it is sync, beyond that waiting for the last rank.
+    They arrive when the last rank has begun this layer and the collective has run. The wait counts as sync up to the
+    time of the collective, beyond that as waiting for the last rank.
     """
     found = np.zeros((4, plan.ranks), np.int64)
     if training.sync == "fsdp":
@@ -261,10 +275,10 @@ def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin
 
 
 def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:
-    """What of a layer's collectives its own time does not hide."""
+    """Return the part of a layer's collectives that the layer's own time does not hide, for each rank."""
     if training.sync == "none":
         return np.zeros(plan.ranks, np.int64)
-    # An all-reduce is a scatter and a gather, of gradients only.
+    # An all-reduce is a reduce-scatter and an all-gather, and is needed for gradients only.
     times = 2 * backward if training.sync == "allreduce" else 1 + backward
     hidden = layer_ns * training.overlap_permille // 1000
     return np.maximum(times * collective_ns(plan.cluster, cost, training.model.layer_parameters) - hidden, 0)

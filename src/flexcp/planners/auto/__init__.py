@@ -1,1 +1,1 @@
-"""auto: the fastest of many placements, by the event simulator."""
+"""The strategy ``auto``: it takes the fastest of many placements, by the event simulator."""

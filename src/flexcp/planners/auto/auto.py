@@ -1,35 +1,37 @@
-"""auto: the fastest of many placements, by the event simulator.
+"""auto: take the fastest of many placements, by the event simulator.
 
-Three prices of a candidate, each dearer to find and closer to the truth: what it takes *at least* (sums alone,
-:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement
-(:mod:`flexcp.planners.price`), and what its plan takes *by events* (:mod:`flexcp.simulator`). The search is best first:
-of all candidates the one whose closest known price is least is looked at next, placed or simulated, until nothing that
-is left can be faster than the fastest simulated one. That one is taken. A candidate may have several placements, as
-``groups`` has for each of its settings: each is priced and simulated by itself.
+A candidate can have three prices. Each takes more time to compute than the one before and is closer to the truth: a
+lower bound from sums alone (:mod:`flexcp.planners.auto.candidates`), the prediction of the *closed form* for its
+placement (:mod:`flexcp.planners.price`), and the time of its plan in the event simulator (:mod:`flexcp.simulator`). The
+search is best-first: the candidate whose best known price is lowest is placed or simulated next, until no remaining
+candidate can be faster than the fastest simulated one, which is taken. A candidate may have several placements, such as
+``groups`` for its settings; each of them is priced and simulated separately.
 
-- **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always
-  among them the best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
-- **What is simulated** is the step that the request describes (:class:`~flexcp.simulator.step_parts.Training`), which
-  is what ``compare`` reports: all layers forward and backward, vocabulary, gradient sync, collectives of tensor
-  parallelism. Of a request that describes none it is the layers alone; where nothing but attention costs time, its
-  passes one by one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the
-  first of the list wins, a static one.
-- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`,
-  :mod:`flexcp.schedule.inside_first`) the closed form says; of the fastest plan events say it again, for the forward
-  and the backward apart.
-- **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are
-  optimistic, the closed form with the least copies too, less what it may be too slow by over several nodes. It is left
-  out for a static method of so many regions that events are found sooner.
-- **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which
-  are short and easily dealt, a candidate is looked at only when its price promises a gain of more than 1 /
-  ``WORTH_TRYING``.
-- **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the
-  default adds ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where
-  Mt-KaHyPar is installed. Below it a static method of more than ``LARGE`` transfers is passed over: its schedule alone
-  would take longer than all others.
+- **The event simulator decides.** The closed form only proposes: at most ``MOST_SIMULATED`` candidates are scheduled
+  and simulated. The best static candidates by tokens and by load are simulated beyond that number, if their price is
+  lower than the fastest simulated time.
+- **What is simulated** is the step that the request describes (:class:`~flexcp.simulator.step_parts.Training`), the
+  same that ``compare`` reports: all layers forward and backward, vocabulary, gradient sync, and the collectives of
+  tensor parallelism. If the request describes no step, only the layers are simulated; if the layers consist of
+  attention only, each of its passes is simulated separately. Times are integers in nanoseconds, computed from integers,
+  so all machines choose the same plan. Of equally fast candidates, the first in the list is taken; static ones come
+  first.
+- **Stages.** The closed form chooses how each pass is cut into stages (:mod:`flexcp.schedule.thin_ends`,
+  :mod:`flexcp.schedule.inside_first`). For the fastest plan, the next best way is simulated as well, separately for the
+  forward and the backward.
+- **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
+  prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate
+  on several nodes. The closed form is skipped for static methods with so many regions that simulating them is faster.
+- **Many documents.** All steps take time in proportion to the number of documents. With more than ``MANY_DOCUMENTS``,
+  most documents are short and easily distributed, and a candidate is tried only if its price promises a gain of more
+  than 1 / ``WORTH_TRYING``.
+- **Effort.** No clock is used. ``effort`` is how many candidates may be placed: 2 means ``blocks`` and the most
+  promising static candidate; the default adds ``groups`` and the static candidates that can still win; ``HIGH_EFFORT``
+  adds ``hypergraph`` if Mt-KaHyPar is installed. Below ``HIGH_EFFORT``, static methods with more than ``LARGE``
+  transfers are passed over, because scheduling one would take longer than all others together.
 
-Where the user gave tolerances or a cap on memory or peers, a candidate that breaks one is no candidate; while all break
-one, more are tried than the effort says.
+If the user gave tolerances or limits on memory or peers, candidates that break one are dropped. As long as all
+candidates break one, more are tried than the effort says.
 """
 
 from __future__ import annotations
@@ -51,34 +53,35 @@ from flexcp.simulator.step_parts import Training, layers_alone
 from flexcp.simulator.training import simulate, simulated_step
 
 DEFAULT_EFFORT = 16
+"""How many candidates may be placed if the request does not say."""
 MOST_SIMULATED = 5
+"""How many candidates are simulated at most, apart from the best static ones."""
 MANY_REGIONS = 150_000
-"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
-which know rings.
+"""Above this number of regions of a static method, the closed form, which counts them all, takes longer than the event
+simulator, which counts rings by position.
 """
 OVERPRICED_PERMILLE = 50
-"""By how much the closed form may overestimate the time of a placement that spans nodes."""
+"""How much the closed form may overestimate the time of a placement on several nodes, per mille."""
 LARGE = 400_000
-"""Transfers of a static method's backward beyond which it is not scheduled below high effort."""
+"""Static methods with more transfers than this in the backward are not scheduled below ``HIGH_EFFORT``."""
 MANY_DOCUMENTS = 65_536
-"""Documents beyond which no candidate is tried for a small gain."""
+"""With more documents than this, no candidate is tried for a small gain."""
 WORTH_TRYING = 128
-"""The gain that is worth a try there: one part in so many."""
+"""With ``MANY_DOCUMENTS``, a candidate is tried if it may save at least one part in this many."""
 NO_REST = 1
-"""Pairs that a token costs outside attention in a layer of attention alone."""
+"""The largest cost of a token outside attention, in pairs, at which layers are taken to consist of attention only."""
 LONGEST_NS = 1 << 38
-"""A layer that takes longer, over four minutes, is beyond the event simulator's clock and priced in closed form."""
+"""A layer that takes longer, over four minutes, does not fit the event simulator's clock and is priced in closed form.
+"""
 
 
 def auto(request: Request) -> Placement:
-    """The placement of the least simulated step time."""
+    """Return the placement with the least simulated step time."""
     return auto_plan(request).placement
 
 
 def auto_plan(request: Request) -> Plan:
-    """The plan of the least simulated step time, which is made on the way;
-    its placement's note says why it was taken.
-    """
+    """Return the plan with the least simulated step time; the note of its placement says why it was taken."""
     if request.argument:
         raise ValueError(f"auto takes no degree; got 'auto:{request.argument}'")
     effort = DEFAULT_EFFORT if request.effort is None else request.effort
@@ -95,8 +98,10 @@ def auto_plan(request: Request) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions,
-    and what a schedule can use.
+    """A candidate that was placed.
+
+    ``ns`` is the time of the closed form, or the candidate's lower bound if it has too many regions. ``analysis`` and
+    ``plan`` are results that later steps can use, if there are any.
     """
 
     candidate: Candidate
@@ -116,15 +121,16 @@ class _Simulated:
     order: int
     analysis: list[MaskAnalysis] | None
     other_stages: tuple[str, ...] = ()
-    """Passes that are cut into other stages than the strategy by itself has."""
+    """The passes that are cut into stages in another way than in the strategy's own plan."""
 
     @property
     def name(self) -> str:
+        """The name of the candidate."""
         return self.candidate.name
 
 
 class _Search:
-    """What was tried so far, and what may still be."""
+    """The search: what was tried so far, and what may still be tried."""
 
     def __init__(self, request: Request, effort: int) -> None:
         self.request = request
@@ -137,7 +143,7 @@ class _Search:
         self.refusals: list[str] = []
 
     def run(self, candidates: Sequence[Candidate]) -> None:
-        """Look at the candidate of the least price until no other can matter."""
+        """Place or simulate the candidate with the lowest price, until no other can win."""
         queue: list[tuple[int, int, int, Candidate | _Placed]] = [
             (c.least_ns, i, 0, c) for i, c in enumerate(candidates)
         ]
@@ -166,6 +172,7 @@ class _Search:
                 self._pass_over(price, item)
 
     def _can_matter(self, price: int) -> bool:
+        """Return whether a candidate with this price may be faster than the best one so far, by enough to be tried."""
         if self.best is None:
             return True
         if self.request.batch.documents > MANY_DOCUMENTS:
@@ -173,11 +180,14 @@ class _Search:
         return price < self.best.ns
 
     def _least_ns(self, placed: _Placed) -> int:
-        """What events may find at least."""
+        """Return the least time that the event simulator may find for a placement."""
         unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
         return placed.ns - placed.ns * OVERPRICED_PERMILLE // 1000 if unsure else placed.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
+        """Return whether a candidate may be simulated: it is not too large, and either few have been simulated or it
+        would be the first static one that distributes documents in its way.
+        """
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
             return False
         first_of_its_dealing = candidate.is_static and all(
@@ -186,7 +196,7 @@ class _Search:
         return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing
 
     def _place(self, candidate: Candidate) -> Iterator[_Placed]:
-        """What a candidate answers, as far as it keeps the limits."""
+        """Yield the placements of a candidate that keep all limits, with their prices."""
         try:
             for placement in candidate.placed():
                 found = self._priced(candidate, placement)
@@ -196,6 +206,7 @@ class _Search:
             self.refusals.append(f"{candidate.name}: {refusal}")
 
     def _priced(self, candidate: Candidate, placement: Placement) -> _Placed | None:
+        """Return a placement with its price, or None if it breaks a limit."""
         request = self.request
         known = (request.shape, request.cluster, request.cost)
         try:
@@ -207,7 +218,7 @@ class _Search:
                 placed = replace(placed, ns=price_ns(request, placement, analysis))
             if request.max_memory_per_rank is None and request.max_peers is None:
                 return placed
-            plan = self._planned(placed)  # caps are on plans
+            plan = self._planned(placed)  # these limits can only be checked on a plan
             refuse_over_memory(request, plan)
             refuse_over_peers(request, plan)
             return replace(placed, plan=plan)
@@ -216,19 +227,21 @@ class _Search:
             return None
 
     def _planned(self, placed: _Placed) -> Plan:
+        """Return the plan of a placement."""
         request = self.request
         known = (request.shape, request.cluster, request.cost, placed.candidate.name)
         return make_plan(placed.placement, *known, request.keep_kv, request.most_ahead, placed.analysis)
 
     def _simulate(self, placed: _Placed, order: int) -> None:
+        """Simulate a placement and update the best one."""
         plan = placed.plan or self._planned(placed)
         ns = placed.ns if self._is_too_long(placed.ns) else step_ns(plan, self.request.training)
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def try_other_stages(self) -> None:
-        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward,
-        where that is faster.
+        """Cut the forward and then the backward of the fastest plan into stages in the next best way, where that is
+        faster.
         """
         for backward in (False, True):
             best = self.best
@@ -244,17 +257,19 @@ class _Search:
                 self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
+        """Return whether the layers of a step of this time are too long for the event simulator's clock."""
         return ns // self.request.batch.layers > LONGEST_NS
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
-        """Keep the least price of what is not simulated, for each way of dealing documents and for all others;
-        prices come in order.
+        """Note the price of a candidate that is not simulated, the lowest for each way of distributing documents.
+
+        Candidates come in the order of their prices.
         """
         candidate = item if isinstance(item, Candidate) else item.candidate
         self.passed_over.setdefault(candidate.dealing, price)
 
     def words(self) -> str:
-        """What was taken, over what, by how much."""
+        """Return the note for users: what was taken, compared with what, and by how much it is faster."""
         assert self.best is not None
         best, own = self.best, self._own_words(self.best)
         others = sorted((s for s in self.simulated if s is not best), key=lambda s: s.ns)
@@ -262,17 +277,17 @@ class _Search:
         for dealing in ("", "tokens", "load"):
             found = next((s for s in others if s.candidate.dealing == dealing), None)
             alike = best.candidate.dealing == dealing
-            # With one group there is nothing to deal: such a method counts as one by tokens.
+            # With a single group no documents are distributed; such a method counts as one by tokens.
             kind = {"": "dynamic one", "tokens": "static one by tokens"}.get(
                 dealing, "static one of several groups by load"
             )
             if found is not None:
                 name = f"{found.name} in other settings" if found.name == best.name else found.name
                 times = f"{found.ns / best.ns:.3f} times as fast as {name}"
-                # Of those that were simulated: which of the others would be faster still, nobody looked at.
+                # Only simulated candidates are compared; one that was not simulated may be faster.
                 next_one, of_those = ("next", "") if alike else ("fastest", " that was simulated")
                 said.append((found.ns, f"{times} ({milliseconds(found.ns)} ms), the {next_one} {kind}{of_those}"))
-            elif dealing in self.passed_over and not alike:  # which of them is the best nobody knows
+            elif dealing in self.passed_over and not alike:  # none was simulated, so only a bound is known
                 price = self.passed_over[dealing]
                 said.append((price, f"no {kind} takes less than {milliseconds(price)} ms"))
         why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
@@ -281,15 +296,13 @@ class _Search:
 
     @staticmethod
     def _own_words(best: _Simulated) -> str:
-        """What the planner said of the placement, and how the plan differs from that of the strategy by itself."""
+        """Return the planner's note about the placement, and how the plan differs from the strategy's own plan."""
         stages = " and ".join(best.other_stages)
         other = f"{stages} in other stages than --strategy {best.name} has" if stages else ""
         return "; ".join(filter(None, (best.plan.placement.note, other)))
 
     def _step_words(self) -> str:
-        """What the times are of: whoever reads another time
-        of the same plan must be told what the two have in common.
-        """
+        """Return what the times include, so that readers can compare them with other times of the same plan."""
         layers, training = self.request.batch.layers, self.request.training
         of = f"times of {layers} layer{'s' if layers > 1 else ''}"
         if training is None:
@@ -300,10 +313,10 @@ class _Search:
 
 
 def step_ns(plan: Plan, training: Training | None = None) -> int:
-    """Simulated nanoseconds of a step; of its layers alone where no training says what else it has.
+    """Return the simulated nanoseconds of a step, or of its layers only if ``training`` is None.
 
-    Where the cost model's layers have no rest either, attention alone is asked about: each pass by itself, all ranks
-    starting together.
+    If the layers consist of attention only, each pass of attention is simulated separately, with all ranks starting
+    together.
     """
     if training is None and plan.cost.pairs_per_token(plan.shape) <= NO_REST:
         return simulate(plan).attention_ns

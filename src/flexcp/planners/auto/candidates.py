@@ -1,13 +1,13 @@
-"""Candidates: the strategies that ``auto`` may take for a request, each with a time that it cannot be faster than.
+"""Candidates: the strategies that ``auto`` may take for a request, each with a lower bound on its time.
 
-- The static methods, every kind in a few degrees, with documents dealt by tokens and, where a degree makes several
-  groups, by load. What each takes at least is arithmetic on sums over all documents; a closer bound deals the
-  documents, and is found when it is asked for (:mod:`flexcp.planners.static.bounds`).
-- The dynamic planners. Another one, or one more argument of one, is a row of :func:`_dynamic`. None of them comes
-  closer to perfectly divided compute than 1 / ``NEARLY_PERFECT``, so where a static method is that fast already, none
-  is asked.
+- The static methods, each kind with a few degrees. Documents are distributed to groups by tokens and, if a degree makes
+  several groups, also by load. The lower bound is arithmetic on sums over all documents. A closer bound distributes the
+  documents, and is computed only when it is needed (:mod:`flexcp.planners.static.bounds`).
+- The dynamic planners. To add one, or another argument of one, add a row in :func:`_dynamic`. No dynamic planner is
+  expected to come closer to perfectly divided compute than 1 / ``NEARLY_PERFECT``. So if a static method is that fast,
+  no dynamic planner is called.
 
-With a fixed layout only methods that span all ranks can run: ``blocks`` and the static ones without a degree.
+With a fixed layout only methods that span all ranks can run: ``blocks`` and the static methods without a degree.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ from flexcp.simulator.step_parts import beyond_layers_ns
 
 PlaceMany = Callable[[Request], list[Placement]]
 LEAST_EFFORT = 2
+"""The least effort: ``blocks`` and one static method."""
 HIGH_EFFORT = 64
+"""The effort from which on ``hypergraph`` is a candidate."""
 TOLERANT = ("blocks", "hypergraph")
-"""Planners that keep tolerances. The others balance by their own rule: they are asked without tolerances,
-and judged by them.
+"""Planners that keep the user's tolerances. The others balance by rules of their own: they are called without
+tolerances, and their placements are checked afterwards.
 """
 NEARLY_PERFECT = 128
-"""How close to perfectly divided compute a dynamic planner is believed to come: within one part of so many."""
+"""Dynamic planners are expected to need at least this fraction, one part in so many, more time than perfectly divided
+compute.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A strategy with its argument; ``least_ns`` is what it takes at least,
-    ``closer_ns()`` a dearer bound where there is one.
+    """A strategy with its argument.
 
-    ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown.
+    ``least_ns`` is a lower bound on its time, ``closer_ns()`` a closer one that takes longer to compute, if there is
+    one. ``regions`` and ``transfers`` are about how many its plan has, 0 if unknown.
     """
 
     name: str
@@ -58,25 +62,26 @@ class Candidate:
 
     @property
     def dealing(self) -> str:
-        """How it deals documents to groups: a static one by ``tokens`` or by ``load``; nothing for a dynamic one."""
+        """How it distributes documents to groups: "tokens" or "load" for a static method, "" for a dynamic one."""
         if not self.is_static:
             return ""
         return "load" if deals_by_load(self.name) else "tokens"
 
     def placed(self) -> list[Placement]:
-        """Its answers, or it raises :class:`~flexcp.planners.request.Refused`."""
+        """Return its placements; raise :class:`~flexcp.planners.request.Refused` if it cannot serve the request."""
         found = self.place(self.request)
         return found if isinstance(found, list) else [found]
 
 
 def find_candidates(request: Request, effort: int) -> list[Candidate]:
-    """All candidates; of equally fast ones the first is to be taken."""
-    # The effort is a count of candidates; each of them is asked for its best.
+    """Return all candidates; of equally fast ones, the first is to be taken."""
+    # Auto's effort is a number of candidates. Each candidate gets its own default effort.
     asked = replace(request, effort=None)
     return [*_static(asked), *_dynamic(asked, effort)]
 
 
 def _static(request: Request) -> Iterator[Candidate]:
+    """Yield the static methods as candidates."""
     plain = replace(request, compute_tolerance=None, token_tolerance=None)
     methods = static_methods(request)
     methods += dealt_by_load(methods, request)
@@ -88,14 +93,16 @@ def _static(request: Request) -> Iterator[Candidate]:
 
 
 def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
+    """Return the closer bound of one method."""
     return bounds.close([method])[0]
 
 
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
+    """Yield the dynamic planners as candidates."""
     free = request.layout is None
     rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
     if free and effort > LEAST_EFFORT:
-        # Which team size and which settings are faster, events say better than a prediction.
+        # All settings are candidates, because the event simulator compares them better than the closed form.
         rows += [("groups", all_groupings, argument) for argument in searched_settings(request)]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
@@ -111,7 +118,9 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
 
 
 def _perfect_ns(request: Request) -> int:
-    """Perfectly divided compute, and what the step has beyond its layers where every rank has the same tokens."""
+    """Return the time of perfectly divided compute, plus the parts of a step outside its layers for ranks with equal
+    tokens.
+    """
     known = (request.shape, request.cluster, request.cost)
     perfect = lower_bound(request.batch, *known)
     if request.training is None:

@@ -1,1 +1,1 @@
-"""The strategy ``blocks``: rows of documents packed onto ranks, with its compiled loops."""
+"""The strategy ``blocks``: row ranges of documents are packed onto ranks, with compiled loops."""

@@ -1,18 +1,19 @@
-"""blocks: short and long documents packed together, moving only what is needed.
+"""blocks: pack row ranges of short and long documents onto ranks, and move only what is needed.
 
-Rows with all their keys are packed (:mod:`flexcp.planners.blocks.pack`) first over nodes, held close to their mean,
-then over the ranks of each node. Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a
-team takes items as one bin, and splits those too large for one of its ranks by heads. A split item's keys reach the
-team once, and its rows may be kept by any of the team, which levels tokens for free. Each node takes the team size that
-moves the fewest bytes, counted exactly.
+Rows with all their keys are packed (:mod:`flexcp.planners.blocks.pack`), first over nodes, whose loads are kept close
+to their mean, then over the ranks of each node. Inside a node, ranks may form *teams* of G ranks, where G divides the
+KV heads. Items are packed over teams first; items that are too large for one rank of a team are split by heads over the
+team. The keys of a split item are received by the team once, and any rank of the team may keep its rows, which evens
+out tokens at no cost. Each node takes the team size that moves the fewest bytes, counted exactly.
 
-Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without
-tolerances attention and tokens are balanced too, each as closely as costs few bytes: ranks that share documents wait
-for each other's keys and gradients in every layer, so what a rank saves in attention cannot make up for what it has
-more of in the rest (predicted, balancing the sum of both takes up to 1.5 times as long). ``tokens="priced"`` balances
-that sum. Equal tokens are packed with a little room; then rows move on, with their work, until counts are even.
+Tolerances are always kept: what packing leaves above a limit is moved row by row, work and tokens separately. Without
+tolerances, attention and tokens are both balanced as closely as costs few bytes. Balancing their sum would not be
+enough: ranks that share documents wait for each other's keys and gradients in every layer, so less attention on a rank
+cannot make up for more tokens (in predictions, balancing the sum takes up to 1.5 times as long). ``tokens="priced"``
+balances the sum. For equal tokens, rows are packed with a little room; then rows move, with their work, until the
+numbers are even.
 
-With a fixed layout the tokens stay put and only work moves.
+With a fixed layout the tokens stay where they are and only work moves.
 """
 
 from __future__ import annotations
@@ -50,19 +51,23 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 DEFAULT_TOLERANCE = 0.02
+"""How far above the mean load a rank may be, unless the request says."""
 DEFAULT_TOKEN_TOLERANCE = 0.01
+"""How far above its share of tokens a rank may be, unless the request says."""
 NODE_TOLERANCES = (0.008, 0.02)
+"""How far above the mean load a node may be: the tolerances that are tried."""
 RETRIED_NODES = range(3, 7)
-"""Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs),
-with many it takes too long.
+"""The numbers of nodes with which a second tolerance is tried unless an effort is given. With two nodes this saves only
+1 % (on packed web documents), with many it takes too long.
 """
 SLACK_USED = 0.8
+"""The part of the tolerance that packing aims to use."""
 EQUAL_ROOM = 100
-"""With equal tokens, packing may leave a rank this fraction (1/100) of its rows too many."""
+"""With equal tokens, packing may leave a rank with 1/100 of its rows too many."""
 
 
 def blocks(request: Request) -> Placement:
-    """Place a batch by packing row ranges."""
+    """Place a batch by packing row ranges; raise Refused if the placement does not keep the tolerances."""
     if request.argument:
         raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
     placement = pack_rows(request)
@@ -71,25 +76,26 @@ def blocks(request: Request) -> Placement:
 
 
 def pack_rows(request: Request) -> Placement:
-    """The placement, before it is judged by the tolerances: what other planners may start from."""
+    """Return the placement without checking the tolerances, for other planners to start from."""
     refuse_over_cap(request)
     return _free(request) if request.layout is None else _fixed(request)
 
 
 def _free(request: Request) -> Placement:
+    """Return the placement if tokens may be placed freely."""
     rows = _row_limit(request)
     loads = make_row_loads(request.batch, _grain(request), _row_price(request), _thin_price(request))
     limit, aim = _load_limits(request, loads)
     limits = BinLimits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim, _is_firm(request))
     if request.equal_tokens:
-        # Packing needs room to move; counts are made even afterwards.
+        # Packing needs some room; the numbers of rows are made equal afterwards.
         limits = replace(limits, rows=limits.rows + limits.rows // EQUAL_ROOM)
     work, kept = _best_shares(request, loads, limits)
     if request.equal_tokens:
         rows = np.diff(even_borders(request.batch.tokens, request.ranks))
         work, kept = even(loads, work, rows, limit, _key_bytes(request), _row_bytes(request))
     work = level_work(loads, work, limit, _nodes(request))
-    # Where latents travel, queries cannot: tokens go where their work went.
+    # If latents travel, queries cannot, so tokens move with their work.
     follow = request.shape.latent is not None and not request.equal_tokens and request.token_tolerance is None
     rank, start, stop = _stream(request, work[:, [0, 2, 3, 4]] if follow else kept)
     if rows is not None and not follow:
@@ -103,7 +109,10 @@ def _free(request: Request) -> Placement:
 
 
 def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[Ints, Ints]:
-    """(work, kept) over nodes with a few tolerances, then inside each; the one that moves least."""
+    """Return (work, kept) of all ranks: over nodes with each of a few tolerances, then inside each node.
+
+    Of these, the one that moves the fewest bytes is taken.
+    """
     nodes, size = request.cluster.nodes, request.cluster.ranks_per_node
     if nodes == 1:
         tries = 1
@@ -116,7 +125,7 @@ def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[
     for tolerance in NODE_TOLERANCES[:tries]:
         placed = []
         for node, items in enumerate(_over_nodes(request, loads, limits, tolerance)):
-            key = (node, items.tobytes())  # often the same with another tolerance
+            key = (node, items.tobytes())  # other tolerances often give the same items
             if key not in known:
                 known[key] = _node(request, loads, items, limits, node)
             placed.append(known[key])
@@ -131,7 +140,7 @@ def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[
 
 
 def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance: float) -> list[Ints]:
-    """Each node's items, its load within ``tolerance`` of the mean so that its ranks keep their own slack."""
+    """Return the items of each node, with loads within ``tolerance`` of the mean, so that its ranks keep some slack."""
     batch, nodes = request.batch, request.cluster.nodes
     everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
     if nodes == 1:
@@ -150,7 +159,7 @@ def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance:
 
 
 def _node(request: Request, loads: RowLoads, items: Ints, limits: BinLimits, node: int) -> Placed:
-    """The node's items to its ranks, by the team size that moves least."""
+    """Return a node's items on its ranks, with the team size that moves the fewest bytes."""
     size = request.cluster.ranks_per_node
     span = slice(node * size, (node + 1) * size)
     mine = replace(limits, load=limits.load[span], rows=limits.rows[span], aim=limits.aim[span])
@@ -160,31 +169,35 @@ def _node(request: Request, loads: RowLoads, items: Ints, limits: BinLimits, nod
 
 
 def _score(request: Request, placed: Placed) -> int:
-    """Bytes moved, and a violation weighed as in packing: it will be levelled."""
+    """Return the bytes that are moved, plus the violation weighted as in packing, because it has to be levelled."""
     longest = int(request.batch.lengths.max())
     return placed.bytes + placed.violation * VIOLATION_WEIGHT * longest * _key_bytes(request) // 1_000_000
 
 
 def _key_bytes(request: Request) -> int:
-    """What a key moves, all its heads."""
+    """Return the bytes of a key with all its heads."""
     return int(request.shape.bytes_per_token_head()[Kind.KV, 0]) * request.shape.kv_heads
 
 
 def _thin_price(request: Request) -> int:
-    """How many keys move as many bytes as a row computed in part elsewhere: q out, a partial o back."""
+    """Return how many keys have as many bytes as a row that is computed in part on another rank: q there, a partial o
+    back.
+    """
     each = request.shape.bytes_per_token_head()
     return int(each[Kind.Q, 0] + each[Kind.O, 1]) * request.shape.heads // _key_bytes(request)
 
 
 def _row_bytes(request: Request) -> int:
-    """What a row computed elsewhere moves besides its keys: q out, o back."""
+    """Return the bytes of a row that is computed on another rank, besides its keys: q there, o back."""
     each = request.shape.bytes_per_token_head()[:, 0]
     return int(each[Kind.Q] + each[Kind.O]) * request.shape.heads
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Teams that both the KV heads and a node's ranks divide into;
-    heads are split evenly, which suits equal ranks and keys by heads.
+    """Return the team sizes to try: 1 and the largest that divides both the KV heads and the ranks of a node.
+
+    Heads are split evenly, so only 1 is tried if ranks have different speeds, or if latents travel, which have no
+    heads.
     """
     if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
         return [1]
@@ -193,7 +206,9 @@ def _team_sizes(request: Request) -> list[int]:
 
 
 def _fixed(request: Request) -> Placement:
-    """Tokens stay where they are; rows leave the ranks that have too much work."""
+    """Return the placement if the layout is fixed: tokens stay, and rows of ranks with too much work are computed
+    elsewhere.
+    """
     assert request.layout is not None
     runs = runs_of_maps(request.layout)
     check_cap(runs, request.max_tokens_per_rank)
@@ -201,7 +216,7 @@ def _fixed(request: Request) -> Placement:
     limit, aim = _load_limits(request, loads)
     scattered = is_scattered(runs)
     if scattered:
-        # Rows of scattered tokens are nobody's neighbours: place the work as if the layout were free.
+        # Scattered tokens have few adjacent rows on their rank, so the work is placed as if the layout were free.
         limits = BinLimits(limit, np.full(request.ranks, UNLIMITED), aim)
         nodes = _over_nodes(request, loads, limits, NODE_TOLERANCES[0])
         size, parts = request.cluster.ranks_per_node, []
@@ -222,7 +237,11 @@ def _fixed(request: Request) -> Placement:
 
 
 def _regions(request: Request, work: Ints, thin: Ints) -> Regions:
-    """Rows with all their keys, each rank of a team its share of the heads; thin rows by the keys each part holds."""
+    """Return the regions of a work table: rows with all their keys, each rank of a team with its share of the heads.
+
+    Thin rows (from row ``thin[document]`` on) are divided by keys instead: each rank computes them with the keys it
+    holds.
+    """
     heads = request.shape.heads
     item, member = spread(work[:, 1])
     rank, team, document, lo, hi = work[item].T
@@ -241,20 +260,20 @@ def _regions(request: Request, work: Ints, thin: Ints) -> Regions:
 
 
 def _grain(request: Request) -> int:
-    """Rows per cut: a power of two well below what a tolerance of a rank's rows is."""
+    """Return the rows per cut: a power of two that is small compared with the tolerance of a rank's rows."""
     rows = request.batch.tokens // request.ranks
     return 1 << min(6, max(0, (rows // 80).bit_length() - 1))
 
 
 def _row_price(request: Request) -> int:
-    """Load of a row besides its attention: nothing where compute and tokens are balanced apart."""
+    """Return the load of a row besides its attention: 0 if compute and tokens are balanced separately."""
     if not request.priced_tokens or request.compute_tolerance is not None:
         return 0
     return request.cost.pairs_per_token(request.shape)
 
 
 def _load_limits(request: Request, loads: RowLoads) -> tuple[Ints, Ints]:
-    """(most load, load to aim for) of each rank, by its speed."""
+    """Return (largest load, load to aim for) of each rank, in proportion to its speed."""
     tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     whole, total = int(speeds.sum()), loads.total
@@ -265,13 +284,13 @@ def _load_limits(request: Request, loads: RowLoads) -> tuple[Ints, Ints]:
 
 
 def _is_firm(request: Request) -> bool:
-    """Whether the user set a limit, or the balance is only ours."""
+    """Return whether the limits come from the user and not only from defaults."""
     given = (request.compute_tolerance, request.token_tolerance, request.max_tokens_per_rank)
     return request.equal_tokens or request.priced_tokens or any(limit is not None for limit in given)
 
 
 def _row_limit(request: Request) -> Ints | None:
-    """The most rows each rank may keep, or None."""
+    """Return the most rows that each rank may keep, or None for no limit."""
     ranks, tokens = request.ranks, request.batch.tokens
     mean = -(-tokens // ranks)
     if request.equal_tokens:
@@ -280,21 +299,23 @@ def _row_limit(request: Request) -> Ints | None:
     if request.token_tolerance is not None:
         limits.append(np.full(ranks, max(mean, math.floor(tokens * (1 + request.token_tolerance) / ranks))))
     elif request.compute_tolerance is None and not request.priced_tokens:
-        # By speed, because it is the rest of the layer that tokens take time in.
+        # In proportion to speeds, because tokens cost time in the rest of the layer.
         speeds = request.cluster.rank_speeds
         share = [-(-tokens * s // sum(speeds)) for s in speeds]
         limits.append(np.array([n + int(n * DEFAULT_TOKEN_TOLERANCE) for n in share]))
     if request.max_tokens_per_rank is not None:
         cap = np.full(ranks, request.max_tokens_per_rank)
-        # Slower ranks take more than their share where the cap leaves the fast ones no room.
+        # If limits by speed do not have room for all tokens under the cap, only the cap counts.
         limits = [np.minimum(limit, cap) for limit in limits if int(np.minimum(limit, cap).sum()) >= tokens] or [cap]
     return limits[0] if limits else None
 
 
 def _nodes(request: Request) -> Ints:
+    """Return the node of each rank."""
     return np.arange(request.ranks) // request.cluster.ranks_per_node
 
 
 def _stream(request: Request, kept: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (rank, start, stop) in the stream of a table of kept rows."""
     begin = request.batch.starts[kept[:, 1]]
     return kept[:, 0], begin + kept[:, 2], begin + kept[:, 3]

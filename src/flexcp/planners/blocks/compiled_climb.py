@@ -1,10 +1,10 @@
-"""Loops of climbing: rows change bins where that saves keys, compiled.
+"""Loops of climbing: rows change bins where that saves keys (compiled).
 
-After packing, bins of a document's rows are often interleaved: two bins read the same keys, where either could have
-read them for both. For each item this tries the bins that have rows of its document: all of the item, or as much of
-either end as fits, moves there; or all of it, or an end, changes places with an item or an end of one there. The best
-of these is taken if it saves keys and takes no bin over a limit (or, if it is over already, further over). Sweeps over
-all items go on until none finds anything.
+After packing, the rows of a document in different bins are often interleaved: two bins read the same keys, although one
+of them could read them for both. For each item, the bins that have rows of its document are tried: the whole item, or
+as much of either end as fits, moves there; or the item or one of its ends is exchanged for an item or an end of an item
+there. The best of these is done if it saves keys and no bin gets more than its limit (or more than it has, if it
+exceeds a limit already). Sweeps over all items continue until one finds nothing.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from flexcp.planners.blocks.compiled_shared import (
 )
 
 TAIL, HEAD = range(2)
-"""Ends of an item: its last rows, its first."""
+"""Ends of an item: its last rows, its first rows."""
 WHOLE_FOR_WHOLE, WHOLE_FOR_TAIL, WHOLE_FOR_HEAD, TAIL_FOR_WHOLE, HEAD_FOR_WHOLE = range(5)
-"""Exchanges: what an item gives, and what it gets for that of an item in the other bin."""
+"""Kinds of exchanges: what an item gives, and what it gets of an item in the other bin."""
 
 
 class Search(NamedTuple):
-    """What a sweep works on. The items of bin b are the list from ``lists[0, b]`` on, ``lists[1, i]`` is the one after
-    i, -1 the end.
+    """What a sweep works on.
 
-    ``seen[b]`` is the last item that bin b was looked at for, ``changed[b]`` the last sweep that moved rows of bin b.
+    The items of bin b are a linked list that begins with ``lists[0, b]``; ``lists[1, i]`` is the item after i, -1 the
+    end. ``seen[b]`` is the last item for which bin b was tried, ``changed[b]`` the last sweep that moved rows of bin b.
     """
 
     table: Table
@@ -61,10 +61,9 @@ class Search(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows ``lo..hi`` of an item go to bin ``to``, for rows ``back_lo..back_hi`` of the item ``back`` there,
-    or for nothing (-1).
+    """Rows ``lo..hi`` of an item go to bin ``to``, in exchange for rows ``back_lo..back_hi`` of item ``back`` there.
 
-    ``change`` is by how much the keys change that the two bins fetch.
+    ``back`` is -1 if nothing comes back. ``change`` is the change in the keys that the two bins fetch.
     """
 
     change: int
@@ -77,8 +76,9 @@ class Move(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Keys that an item's bin fetches of its document, and how that changes when the item,
-    a little of its tail or of its head leaves.
+    """How many keys an item's bin fetches for its document (``here``), and how this changes when rows leave.
+
+    The changes are those if the whole item, a little of its tail, or a little of its head leaves.
     """
 
     here: int
@@ -88,8 +88,11 @@ class Leaving(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """An item beside another bin: keys that its own bin and the other fetch of its document, and how these change when
-    the item, a little of its tail or of its head goes there, whatever the limits.
+    """An item and another bin that it may go to.
+
+    ``here`` and ``there`` are the keys that its own bin and the other fetch for its document. ``whole``, ``tail`` and
+    ``head`` are how their sum changes when the whole item, a little of its tail, or a little of its head moves there,
+    regardless of limits.
     """
 
     number: int
@@ -104,7 +107,11 @@ class Visit(NamedTuple):
 
 @compiled_leaf
 def detach(items, n, chain, lists, i, x, y, part):
-    """Rows x..y of item ``i``, all of it or one of its ends, as an item in no bin; (its index, the item count)."""
+    """Take rows x..y of item ``i``, all of it or one of its ends, out of its bin; return (index of the item, item
+    count).
+
+    ``part`` is the load of these rows. An end becomes an item of its own.
+    """
     d, lo, hi, a = items[i, DOC], items[i, LO], items[i, HI], items[i, BIN]
     if x > lo or y < hi:
         if x > lo:
@@ -128,7 +135,7 @@ def detach(items, n, chain, lists, i, x, y, part):
 
 @compiled_leaf
 def attach(items, chain, lists, i, b):
-    """An item in no bin to bin ``b``, joined to an item there that it continues."""
+    """Put an item that is in no bin into bin ``b``; join it to an item there that it continues."""
     j = chain[0, items[i, DOC]]
     while j >= 0:
         if items[j, BIN] == b and (items[j, HI] == items[i, LO] or items[j, LO] == items[i, HI]):
@@ -143,7 +150,7 @@ def attach(items, chain, lists, i, b):
 
 @compiled
 def joined(items, n, documents):
-    """Items of one bin that continue each other become one, empty ones go; returns the item count."""
+    """Join items of one bin that continue each other and drop empty ones; return the item count."""
     chain = chains(items, n, documents)
     for i in range(n):
         again = items[i, LO] < items[i, HI]
@@ -167,11 +174,9 @@ def joined(items, n, documents):
 
 @compiled
 def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
-    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed;
-    (item count, pairs tried).
+    """Move or exchange rows between bins that share a document while that saves keys within limits.
 
-    For each item: all of it, or as much of either end as fits, to another bin; or all of it, or an end, against an item
-    or an end there.
+    Return (item count, pairs tried). The module docstring lists the moves that are tried for each item.
     """
     held, changed, tried = filled(items, n, cap_load, cap_rows), np.zeros(bins, np.int64), 0
     for sweep in range(sweeps):
@@ -191,7 +196,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
 
 @compiled_leaf
 def sweep_items(search, n, sweep):
-    """Look at every item once, and do what saves most for it; (item count, moves, pairs tried)."""
+    """Do the move that saves most for every item once; return (item count, moves, pairs tried)."""
     items, moves, tried = search.table.items, 0, 0
     for i in range(n):
         if items[i, BIN] < 0 or n + 2 >= len(items):
@@ -207,7 +212,7 @@ def sweep_items(search, n, sweep):
 
 @compiled_inline
 def carry_out(search, n, i, move):
-    """Do a move of item ``i``; the item count."""
+    """Do a move of item ``i``; return the item count."""
     items, chain, lists = search.table.items, search.table.chain, search.lists
     home, part = items[i, BIN], load_of(search.ruler, items[i, DOC], move.lo, move.hi)
     out, n = detach(items, n, chain, lists, i, move.lo, move.hi, part)
@@ -223,14 +228,14 @@ def carry_out(search, n, i, move):
 
 @compiled_inline
 def better(best, move):
-    """The move that saves more keys, the first of two equal ones."""
+    """Return the move that saves more keys, the first of two equal ones."""
     return move if move.change < best.change else best
 
 
 @compiled_inline
 def best_move(search, i, sweep):
-    """The move of item ``i`` that saves most, to bin -1 where none saves anything;
-    and how many items were tried against it.
+    """Return (the move of item ``i`` that saves most, how many items were tried against it); its bin is -1 if none
+    saves keys.
     """
     items, chain, seen, changed = search.table.items, search.table.chain, search.seen, search.changed
     item, tried = item_at(items, i), 0
@@ -244,7 +249,7 @@ def best_move(search, i, sweep):
             continue
         seen[to] = i
         if changed[item.bin] < sweep - 1 and changed[to] < sweep - 1:
-            continue  # nothing new since the last sweep
+            continue  # neither bin has changed since the last sweep
         if leaving.here < 0:
             leaving = when_leaving(search, i, item)
         best, more = best_move_to(search, i, item, leaving, to, best)
@@ -254,7 +259,7 @@ def best_move(search, i, sweep):
 
 @compiled_inline
 def when_leaving(search, i, item):
-    """What an item, or a little of either end, leaves behind."""
+    """Return how the keys of an item's bin change when the item, or a little of either end, leaves."""
     table, little = search.table, min(search.ruler.grain, item.hi - item.lo)
     here = cost_now(table, item.bin, item.doc)
     whole = bin_cost(table, item.bin, item.doc, i, 0, 0, 0, 0) - here
@@ -265,7 +270,9 @@ def when_leaving(search, i, item):
 
 @compiled_inline
 def best_move_to(search, i, item, leaving, to, best):
-    """The better of ``best`` and the best move of an item to bin ``to``; how many items there were tried against it."""
+    """Return (the better of ``best`` and the best move of an item to bin ``to``, how many items there were tried
+    against it).
+    """
     table, bins, lists = search.table, search.bins, search.lists
     there = cost_now(table, to, item.doc)
     whole = leaving.whole + bin_cost(table, to, item.doc, -1, item.lo, item.hi, 0, 0) - there
@@ -277,14 +284,14 @@ def best_move_to(search, i, item, leaving, to, best):
     head = leaving.head + bin_cost(table, to, item.doc, -1, item.lo, item.lo + little, 0, 0) - there
     visit = Visit(i, item, to, leaving.here, there, whole, tail, head)
     for end in range(2):
-        # An end that saves nothing when a little of it moves will not do so when more does.
+        # If moving a little of an end saves nothing, moving more of it is not tried.
         if (tail if end == TAIL else head) < 0:
             best = better(best, end_that_fits(search, visit, end, room_load, room_rows))
     saves, tried = whole < 0 or tail < 0 or head < 0, 0
     j = lists[0, to]
     while j >= 0:
         tried += 1
-        # What rows of another document save is found when they are looked at.
+        # If this item saves nothing, exchanges with other documents are found when their items are tried.
         if saves or table.items[j, DOC] == item.doc:
             best = best_exchange(search, visit, j, best)
         j = lists[1, j]
@@ -293,7 +300,7 @@ def best_move_to(search, i, item, leaving, to, best):
 
 @compiled_inline
 def end_that_fits(search, visit, end, room_load, room_rows):
-    """As much of an end of the item as fits into the other bin, as a move; one that saves nothing where no row fits."""
+    """Return the move of as much of an end of the item as fits into the other bin; it saves nothing if no row fits."""
     item, ruler = visit.item, search.ruler
     lo, hi, most_rows = item.lo, item.hi, room_rows // ruler.grain * ruler.grain
     if end == TAIL:
@@ -310,12 +317,12 @@ def end_that_fits(search, visit, end, room_load, room_rows):
 
 @compiled_inline
 def best_exchange(search, visit, j, best):
-    """The better of ``best`` and the best exchange of an item, or one of its ends, against item ``j`` of the other bin
-    or an end of it.
+    """Return the better of ``best`` and the best exchange of an item, or one of its ends, for item ``j`` or an end of
+    it.
     """
     item, other = visit.item, item_at(search.table.items, j)
     for kind in range(5):
-        # Rows for those of another document are worth it only where they save keys by themselves.
+        # An exchange for rows of another document can only be worth it if the item's own move saves keys.
         if kind <= WHOLE_FOR_HEAD and item.doc != other.doc and visit.whole >= 0:
             continue
         if (kind == TAIL_FOR_WHOLE and visit.tail >= 0) or (kind == HEAD_FOR_WHOLE and visit.head >= 0):
@@ -335,8 +342,8 @@ def best_exchange(search, visit, j, best):
 
 @compiled_inline
 def exchanged_rows(search, item, other, kind):
-    """First and last row that an item gives, and of ``other`` that it gets;
-    either are none where there is no such exchange.
+    """Return the first and last row that an item gives and that it gets of ``other``; a range is empty if there is no
+    such exchange.
     """
     if kind == WHOLE_FOR_WHOLE:
         return item.lo, item.hi, other.lo, other.hi
@@ -349,11 +356,13 @@ def exchanged_rows(search, item, other, kind):
 
 @compiled_inline
 def least_end(search, given, taken, end):
-    """The fewest rows at an end of ``given`` with which its bin makes room for all of ``taken``;
-    none where all of them are too few.
+    """Return the fewest rows at an end of ``given`` that make room for all of ``taken`` in its bin, as (first, last)
+    row.
+
+    The range is empty if even all rows are too few.
     """
     bins, ruler, grain, b = search.bins, search.ruler, search.ruler.grain, given.bin
-    # A bin that is over a limit already may stay where it is.
+    # A bin that exceeds a limit already may keep as much as it has.
     load = bins.load[b] + taken.load - max(bins.cap_load[b], bins.load[b])
     rows = bins.rows[b] + (taken.hi - taken.lo) - max(bins.cap_rows[b], bins.rows[b])
     if end == TAIL:
@@ -367,8 +376,9 @@ def least_end(search, given, taken, end):
 
 @compiled_inline
 def within_limits(bins, giver, taker, load, rows):
-    """Whether ``load`` and ``rows`` (either may be negative)
-    go from one bin to another without a bin that gets some passing its limit.
+    """Return whether ``load`` and ``rows`` can go from bin ``giver`` to bin ``taker`` within limits.
+
+    Either may be negative, and then goes the other way. Only the limits of the bin that gets more are checked.
     """
     if load > 0 and bins.load[taker] + load > bins.cap_load[taker]:
         return False
@@ -381,8 +391,9 @@ def within_limits(bins, giver, taker, load, rows):
 
 @compiled_inline
 def exchange_change(table, visit, other, move, kind, best):
-    """How an exchange changes the keys that both bins fetch; anything of at least ``best``, or 0,
-    where it saves less than that.
+    """Return how an exchange changes the keys that both bins fetch.
+
+    If it saves no more than ``best``, the result may be inexact, but is not below ``best``.
     """
     item, home, to = visit.item, visit.item.bin, visit.to
     stay_lo, stay_hi = (item.lo, move.lo) if move.lo > item.lo else (move.hi, item.hi)

@@ -1,11 +1,12 @@
-"""Loops of even rows: every rank ends up with exactly the rows it should keep, and computes what it keeps, compiled.
+"""Loops of even rows: rows move, with their work, until every rank keeps the number of rows it should (compiled).
 
-Packing leaves counts a little off. A rank with too many rows passes some on to one with too few: the first or last rows
-of an item, to a rank that has rows of the same document, where a shifted cut costs almost nothing. Often the two share
-none: then the rows of one cut push those of the next, along the cheapest path. Moving rows without their work
-(:mod:`flexcp.planners.blocks.row_limits`) is always possible and costs q and o; a path that costs more is not taken.
+Packing leaves these numbers a little off. A rank with too many rows passes some on to a rank with too few: the first or
+last rows of an item go to a rank that has rows of the same document, where shifting a cut costs almost nothing. Often
+the two ranks share no document. Then rows are passed on along a path of ranks, from cut to cut, and the cheapest path
+is taken. Moving rows without their work (:mod:`flexcp.planners.blocks.row_limits`) is always possible and costs q and
+o; a path that costs more is not taken.
 
-A team with split rows is one *unit* here: who of the team keeps them is free.
+A team with split rows is one *unit* here, because any of its ranks may keep them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from flexcp.planners.blocks.compiled_shared import (
 
 
 class Units(NamedTuple):
-    """Units, by their first rank: ``of[rank]`` is a rank's, ``team`` how many ranks a unit has, ``excess`` how many
-    rows too many it keeps, and ``room`` how much more load it may take.
+    """Units, each numbered by its first rank.
+
+    ``of[rank]`` is the unit of a rank, ``team`` how many ranks a unit has, ``excess`` how many rows too many it keeps
+    (negative: too few), and ``room`` how much more load it may take.
     """
 
     of: Any
@@ -45,8 +48,8 @@ class Units(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """What rows are passed on in: the items (bins are units), those of unit u as a list from ``lists[0, u]`` on,
-    and what rows weigh.
+    """What is needed to pass rows on: items (whose bins are units), the items of each unit as a linked list that begins
+    with ``lists[0, u]``, the units, and the loads of rows.
     """
 
     table: Table
@@ -56,9 +59,11 @@ class Passing(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The cheapest ways from one unit to each: their cost in keys, the unit ``before``, its item ``via`` that gives,
-    whether it gives its last rows (``tail``) and the load of these (``carried``); ``done``: no cheaper one is left.
-    ``near`` is the last end of an item that a unit was reached with.
+    """The cheapest ways from one unit to all others.
+
+    For each unit: the ``cost`` in keys, the unit ``before`` it, that unit's item ``via`` which gives rows, whether it
+    gives its last rows (``tail``), their load (``carried``), and whether no cheaper way is left (``done``). ``near`` is
+    the last end of an item with which a unit was reached.
     """
 
     cost: Any
@@ -72,8 +77,10 @@ class Ways(NamedTuple):
 
 @compiled
 def even_rows(work, targets, limit, ruler, kv, row, reads):
-    """``work`` with rows passed on until units keep their ranks' ``targets`` (or that gets too dear),
-    loads within ``limit``.
+    """Return ``work`` with rows passed on until units keep the ``targets`` of their ranks, with loads within ``limit``.
+
+    Rows stay where passing them on would cost too much. ``kv`` and ``row`` are the bytes of a key and of a row's q and
+    o.
     """
     ranks = len(targets)
     units, fixed = make_units(work, targets)
@@ -102,7 +109,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
 
 @compiled
 def make_units(work, targets):
-    """(the units, with no room yet; which rows of ``work`` stay where they are: whole items on a rank of a team)."""
+    """Return (units, still without room; which rows of ``work`` are fixed: whole items on a rank of a team)."""
     ranks = len(targets)
     units = Units(np.arange(ranks), np.ones(ranks, np.int64), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64))
     for i in range(len(work)):
@@ -122,7 +129,7 @@ def make_units(work, targets):
 
 @compiled
 def write_units(items, work, fixed, units, limit, ruler):
-    """Write what is not fixed as items of units, and the room that units have with it; the item count."""
+    """Write the work that is not fixed as items of units, and the room that units have left; return the item count."""
     ranks, n, left = len(limit), 0, limit.copy()
     for i in range(len(work)):
         load = load_of(ruler, work[i, 2], work[i, 3], work[i, 4])
@@ -144,8 +151,9 @@ def write_units(items, work, fixed, units, limit, ruler):
 
 @compiled_inline
 def pass_rows(passing, n, donor, taker, ways, rows):
-    """Pass ``rows`` rows on from unit to unit; the item count.
-    From the far end, so that what arrives is not what leaves.
+    """Pass ``rows`` rows on from unit to unit; return the item count.
+
+    The unit at the far end takes first, so that no unit passes on the rows that it has just received.
     """
     table, units = passing.table, passing.units
     units.excess[donor] -= rows
@@ -169,7 +177,7 @@ def pass_rows(passing, n, donor, taker, ways, rows):
 
 @compiled
 def as_work(work, fixed, items, n, units):
-    """What stayed and the items, as a work table."""
+    """Return the fixed work and the items as a work table."""
     found, count = np.zeros((len(work) + n, 5), np.int64), 0
     for i in range(len(work)):
         if fixed[i]:
@@ -185,7 +193,9 @@ def as_work(work, fixed, items, n, units):
 
 @compiled
 def path(passing, donor, rows, kv, row):
-    """The cheapest way for ``rows`` rows from ``donor`` to a unit that lacks some: (that unit or -1, ways)."""
+    """Return (a unit that lacks rows, ways to it) with the cheapest way for ``rows`` rows from ``donor``; the unit is
+    -1 if all ways cost too much.
+    """
     count, limit = len(passing.units.excess), rows * (row + kv) // kv
     cost, before, via = np.full(count, limit, np.int64), np.full(count, -1, np.int64), np.full(count, -1, np.int64)
     tail, carried = np.zeros(count, np.bool_), np.zeros(count, np.int64)
@@ -195,8 +205,9 @@ def path(passing, donor, rows, kv, row):
 
 @compiled_leaf
 def cheapest_taker(passing, ways, donor, rows, limit):
-    """Find the ways from ``donor``, the cheapest first, up to a unit that lacks rows;
-    that unit, or -1 where all cost ``limit`` or more.
+    """Find the ways from ``donor``, the cheapest first, until one reaches a unit that lacks rows.
+
+    Return that unit, or -1 if all ways cost ``limit`` or more.
     """
     ways.cost[donor] = 0
     while True:
@@ -221,15 +232,16 @@ def cheapest_taker(passing, ways, donor, rows, limit):
 
 @compiled_inline
 def end_rows(items, i, end, rows):
-    """First and last row of the first (0) or last (1) ``rows`` rows of an item."""
+    """Return the first and last row of the first (``end`` 0) or last (1) ``rows`` rows of an item."""
     return (items[i, HI] - rows, items[i, HI]) if end == 1 else (items[i, LO], items[i, LO] + rows)
 
 
 @compiled_inline
 def reach_holders(passing, ways, donor, giver, i, end, rows):
-    """Ways on from ``giver`` to units that have rows of the document of item ``i``, which gives rows at one end.
+    """Extend ways from ``giver`` to units that have rows of the document of item ``i``, which gives ``rows`` rows at
+    one end.
 
-    Returns what the way to a unit that has none of it costs, HUGE where the item cannot give so many rows.
+    Return what the way to a unit without rows of the document would cost, or HUGE if the item cannot give so many rows.
     """
     table, units, items, chain = passing.table, passing.units, passing.table.items, passing.table.chain
     d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
@@ -260,7 +272,7 @@ def reach_holders(passing, ways, donor, giver, i, end, rows):
 
 @compiled_inline
 def reach_strangers(passing, ways, giver, item, tail, rows, cost):
-    """Ways on from ``giver`` to units that lack rows, by rows of a document that they have none of."""
+    """Extend ways from ``giver`` to units that lack rows, with rows of a document that they have no rows of."""
     units, items = passing.units, passing.table.items
     x, y = end_rows(items, item, 1 if tail else 0, rows)
     part, cost = load_of(passing.ruler, items[item, DOC], x, y), max(cost, ways.cost[giver])

@@ -1,4 +1,4 @@
-"""Loops of levelling: exact loads at any row, and rows moved until every rank is within its limit, compiled."""
+"""Loops of levelling: exact loads at any row, and moving rows until every rank is within its limit (compiled)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flexcp.arrays.jit import compiled, compiled_leaf
 
 @compiled_leaf
 def ramp(x, width):
+    """Return the sum of clamp(j, 0, width) over all j < x."""
     x = max(x, 0)
     inside = min(x, width + 1)
     return inside * (inside - 1) // 2 + (x - inside) * width
@@ -17,7 +18,10 @@ def ramp(x, width):
 
 @compiled_leaf
 def exact_before(d, row, price, layers, sfirst, slices, shift):
-    """Load of document ``d`` before ``row``, exact at any row: the closed form of :func:`flexcp.masks.rows_area`."""
+    """Return the load of document ``d`` before ``row``, exact at any row.
+
+    It is the closed form of :func:`flexcp.masks.rows_area`; ``sfirst`` is the first slice of each document.
+    """
     total = row * price
     for s in range(sfirst[d], sfirst[d + 1]):
         q0, q1, k0, k1, lo, hi = slices[s]
@@ -31,10 +35,12 @@ def exact_before(d, row, price, layers, sfirst, slices, shift):
 
 @compiled
 def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
-    """Move rows from ranks over ``limit`` to ranks under it, same node first, until none is over by more than a row.
+    """Move rows from ranks above ``limit`` to ranks below it until none is above by more than a row; return the row
+    count.
 
-    ``work`` rows are (first rank, team size, document, first row, last row); a team's rows load each of its ranks with
-    their share. What moves becomes a whole item of the rank that takes it. Returns the row count.
+    The rows of ``work`` are (first rank, team size, document, first row, last row), of which the first ``n`` are used;
+    the rows of a team load each of its ranks with an equal share. What moves becomes a whole item of the rank that
+    takes it. Ranks of the same node are preferred.
     """
     ranks = len(limit)
     total = np.zeros(ranks, np.int64)
@@ -82,7 +88,7 @@ def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
                 low = middle + 1
         moved = end - exact_before(d, high, price, layers, sfirst, slices, shift)
         if total[taker] + moved >= total[donor]:
-            break  # one row is more than what is left to move
+            break  # moving even one row would not help
         work[n, 0], work[n, 1], work[n, 2], work[n, 3], work[n, 4] = taker, 1, d, high, work[at, 4]
         load[n] = moved
         n += 1
@@ -96,8 +102,10 @@ def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
 
 @compiled
 def loads_before(lengths, first, grain, price, layers, sfirst, slices):
-    """Load of each document before every ``grain``-th row and its end,
-    from :func:`exact_before`'s closed form summed over cells.
+    """Return the load of each document before every ``grain``-th row and before its end.
+
+    It is the closed form of :func:`exact_before`, summed over cells of ``grain`` rows; ``first[d]`` is the place of
+    document d in the result.
     """
     before = np.zeros(first[-1], np.int64)
     for d in range(len(lengths)):
@@ -121,12 +129,12 @@ def loads_before(lengths, first, grain, price, layers, sfirst, slices):
 
 @compiled
 def level_rows(kept, n, room, nodes):
-    """Move tokens from ranks that lack ``room`` to ranks that have some, longest range first, same node first;
-    returns the row count.
+    """Move tokens from ranks with negative ``room`` to ranks with positive ``room``; return the row count.
 
-    ``kept`` rows are (rank, first token, last token), by first tokens, with room for two more rows a rank. A whole
-    range that moves changes its rank, a part of one becomes a row of its own. Who takes never gives, so a rank's ranges
-    are put in order once.
+    The rows of ``kept`` are (rank, first token, last token), sorted by first token, of which the first ``n`` are used;
+    the table has space for two more rows per rank. The longest ranges move first, and ranks of the same node are
+    preferred. A range that moves as a whole changes its rank; a part of a range becomes a row of its own. A rank that
+    takes tokens never gives any, so the ranges of a rank are sorted only once.
     """
     ranks = len(room)
     longest, begin = 1, np.zeros(ranks + 1, np.int64)
@@ -138,7 +146,7 @@ def level_rows(kept, n, room, nodes):
     heaps = np.zeros(begin[ranks], np.int64)
     for i in range(n):
         r = kept[i, 0]
-        if room[r] < 0:  # of equally long ones the first
+        if room[r] < 0:  # of equally long ranges, the first comes first
             push(heaps[begin[r] : begin[r + 1]], (longest - (kept[i, 2] - kept[i, 1])) * len(kept) + i)
     while True:
         donor, taker = 0, -1

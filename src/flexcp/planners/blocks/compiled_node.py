@@ -1,7 +1,8 @@
-"""Loops of a node: its items to ranks, alone or in teams, and what that moves, compiled.
+"""Loops of a node: place its items on ranks, alone or in teams, and count the bytes that this moves (compiled).
 
-A *work* table has the columns (first rank, team size, document, first row, last row): a team of one computes whole
-items, a larger one splits them by heads. A *kept* table has the columns (rank, document, first row, last row).
+A *work* table has the columns (first rank, team size, document, first row, last row): a team of one rank computes whole
+items, a larger team splits them by heads. A *kept* table has the columns (rank, document, first row, last row). In this
+module, a *parted* item is one that its team splits.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from flexcp.planners.blocks.compiled_shared import (
 )
 
 PACKED_AGAIN = 1 << 18
-"""Items that a team packs in all before it splits no more of them: with many documents each packing takes long, and
-there are as many.
+"""After packing this many items in all, a team splits no more of them, because with many documents every packing takes
+long, and there may be as many packings as items.
 """
 
 
 @compiled
 def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, team, kv, row):
-    """Items over teams of ``team`` ranks, then inside each team;
-    (work, kept, bytes received, worst violation in millionths, pairs tried).
+    """Place items on teams of ``team`` ranks, then inside each team.
 
-    Inside a team, items are split by heads or packed over its ranks; where that leaves a rank over its limit, another
-    item is split and the others are packed again. All of it packs in one place, as packing is large.
+    Return (work, kept, bytes received, worst violation in millionths, pairs tried). Inside a team, items are split by
+    heads or packed over its ranks. If a rank then exceeds its limit, one more item is split and the others are packed
+    again. ``pack`` is called in one place only, because it is large and compiled into its caller.
     """
     size, teams = len(cap_load), len(cap_load) // team
     mine, parted, costly = items, np.zeros(len(items), np.bool_), np.zeros(len(items), np.bool_)
     most_load, most_rows, aimed = team_sums(cap_load, team), team_sums(cap_rows, team), team_sums(aim, team)
     table, work, steps = items, np.zeros((0, 5), np.int64), 0
-    for t in range(-1, teams):  # -1: over the teams
+    for t in range(-1, teams):  # -1 packs over teams, the others inside team t
         if t >= 0:
             a, b = t * team, (t + 1) * team
             mine = in_bin(table, t)
@@ -74,7 +75,7 @@ def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
 
 @compiled
 def team_sums(limits, team):
-    """Limits of teams."""
+    """Return the limits of teams, from those of ranks."""
     found = np.zeros(len(limits) // team, np.int64)
     for r in range(len(found) * team):
         found[r // team] += limits[r]
@@ -83,7 +84,7 @@ def team_sums(limits, team):
 
 @compiled
 def less(limits, share, least):
-    """What of each limit is left, at least ``least``."""
+    """Return what is left of each limit after taking off ``share``, at least ``least``."""
     left = np.empty(len(limits), np.int64)
     for r in range(len(limits)):
         left[r] = max(limits[r] - share, least)
@@ -92,7 +93,7 @@ def less(limits, share, least):
 
 @compiled
 def in_bin(table, b):
-    """The items of bin ``b``."""
+    """Return the items of bin ``b``."""
     found, n = np.empty((len(table), 5), np.int64), 0
     for i in range(len(table)):
         if table[i, BIN] == b:
@@ -103,7 +104,7 @@ def in_bin(table, b):
 
 @compiled
 def unparted(items, parted):
-    """The rows of items that are not split, as items in no bin."""
+    """Return the items that are not split, in no bin."""
     found, n = np.empty((len(items), 5), np.int64), 0
     for i in range(len(items)):
         if not parted[i]:
@@ -114,7 +115,9 @@ def unparted(items, parted):
 
 @compiled
 def with_work(work, start, team, items, parted, rest):
-    """``work`` and that of the team from rank ``start`` on: the split items, and the others where they are packed."""
+    """Return ``work`` with the work of the team from rank ``start`` on: its split items, and the others where they are
+    packed.
+    """
     found, n = np.empty((len(work) + len(items) + len(rest), 5), np.int64), len(work)
     for i in range(n):
         write_item(found, i, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
@@ -130,7 +133,7 @@ def with_work(work, start, team, items, parted, rest):
 
 @compiled
 def too_large(items, aim):
-    """Which items no rank of the team can take."""
+    """Return which items are too large for a rank of the team."""
     least, found = aim[0], np.zeros(len(items), np.bool_)
     for r in range(len(aim)):
         least = min(least, aim[r])
@@ -141,8 +144,9 @@ def too_large(items, aim):
 
 @compiled
 def dear_to_fetch(items, team, reads, kv, row):
-    """Which items' keys cost more than splitting them, which exchanges q,
-    o and kv of the rows that other ranks of the team keep.
+    """Return for which items fetching keys costs more than splitting them.
+
+    Splitting exchanges q, o and kv of the rows that other ranks of the team keep.
     """
     costly = np.zeros(len(items), np.bool_)
     alone, spans = np.zeros((1, 2), np.int64), np.zeros((most_spans(reads), 2), np.int64)
@@ -156,9 +160,10 @@ def dear_to_fetch(items, team, reads, kv, row):
 
 @compiled
 def share_of_parted(items, parted, costly):
-    """Split what is cheaper split once others of its document are; the load of all split items.
+    """Split further items where that is cheaper; return the load of all split items.
 
-    The team fetches the keys of a split document anyway: exchanging other rows' heads may be cheaper than their keys.
+    If a team splits rows of a document, it fetches the document's keys anyway. Then, for ``costly`` items of the same
+    document, exchanging heads costs less than fetching their keys.
     """
     documents = 0
     for i in range(len(items)):
@@ -177,7 +182,7 @@ def share_of_parted(items, parted, costly):
 
 @compiled
 def part_another(items, parted, rest, cap_load):
-    """Where a rank is over its limit, the largest item it got joins the split ones; whether one did."""
+    """If a rank exceeds its limit, mark the largest item that it got as split; return whether there was one."""
     over = np.zeros(len(cap_load), np.int64)
     for i in range(len(rest)):
         over[rest[i, BIN]] += rest[i, LOAD]
@@ -201,8 +206,11 @@ def part_another(items, parted, rest, cap_load):
 
 @compiled
 def kept_rows(work, ranks, targets):
-    """Who keeps the rows of ``work``: whole items stay with their work, a team's split rows are dealt so that each rank
-    of it keeps its target, where there are targets and they can be met, and else so that counts end up level.
+    """Return the kept table of ``work``: which rank keeps which rows.
+
+    Whole items are kept where they are computed. The split rows of a team are distributed so that each of its ranks
+    keeps its target, if there are ``targets`` and they can be met exactly, and otherwise so that numbers of rows are as
+    equal as possible.
     """
     kept = np.zeros((2 * len(work) + 2 * ranks, 4), np.int64)
     counts, n = np.zeros(ranks, np.int64), 0
@@ -248,7 +256,7 @@ def kept_rows(work, ranks, targets):
 
 @compiled
 def water(counts, rows):
-    """How many of ``rows`` each gets so that counts end up as level as possible."""
+    """Return how many of ``rows`` each rank gets so that the numbers of rows become as equal as possible."""
     order = stable_order(counts)
     held, wet = 0, 0
     while wet < len(counts) and counts[order[wet]] * wet <= rows + held:
@@ -263,7 +271,7 @@ def water(counts, rows):
 
 @compiled
 def violations(work, kept, ruler, cap_load, cap_rows):
-    """How far the worst rank is over a limit, in millionths of the mean."""
+    """Return how far the worst rank exceeds a limit, in millionths of the mean."""
     ranks = len(cap_load)
     load, rows = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     for i in range(len(work)):
@@ -286,11 +294,13 @@ def violations(work, kept, ruler, cap_load, cap_rows):
 
 @compiled
 def received(work, kept, ranks, kv, row, reads):
-    """Bytes that all ranks receive: ``kv`` for a key with all heads, ``row`` for a row's q and o with all heads."""
+    """Return the bytes that all ranks receive: ``kv`` for a key with all heads, ``row`` for a row's q and o with all
+    heads.
+    """
     most = most_spans(reads)
     rows, owned = np.zeros((len(work), 2), np.int64), np.zeros((len(kept), 2), np.int64)
     spans = np.zeros((len(work) * most, 2), np.int64)
-    # By document, in their order within each: a document's rows then lie together, however many documents there are.
+    # Sorted by document, so that the rows of a document are adjacent and every rank needs only one pass over them.
     by_document, kept_by_document = stable_order(work[:, 2]), stable_order(kept[:, 1])
     mine, held = np.zeros(len(work), np.int64), np.zeros(len(kept), np.int64)
     total = 0
@@ -316,7 +326,7 @@ def received(work, kept, ranks, kv, row, reads):
                 owned[have, 0], owned[have, 1] = kept[held[seen], 2], kept[held[seen], 3]
                 have += 1
                 seen += 1
-            # Whole items first: what they read comes with all heads.
+            # Whole items come first, because what they read is received with all heads.
             count, team = 0, 1
             for j in mine[at:end]:
                 if work[j, 1] == 1:

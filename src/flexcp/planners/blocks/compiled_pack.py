@@ -1,5 +1,6 @@
-"""Loops of packing: peel, deal, and all steps in a row, compiled. ``pack.py`` says what the steps mean; this file is
-how they run fast.
+"""Loops of packing: peel, deal, and all steps together (compiled).
+
+:mod:`flexcp.planners.blocks.pack` explains the steps.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from flexcp.planners.blocks.compiled_shared import (
 
 @compiled_leaf
 def snapped(cut, lo, hi, slices, s0, s1):
-    """A cut moved to where a slice begins a little later, if one does:
-    rows before it are then of no use to rows behind it.
+    """Return a cut, moved to where a slice begins a little later if there is one.
+
+    Rows before such a place are of no use to the rows after it.
     """
     reach = cut + (hi - cut) // 4
     best = cut
@@ -41,11 +43,11 @@ def snapped(cut, lo, hi, slices, s0, s1):
 
 @compiled
 def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
-    """Open bins for the tails of items that exceed one; returns the item count.
+    """Open bins for the tails of items that exceed a bin; return the item count.
 
-    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item
-    itself: dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs
-    anyway.
+    With ``fill``, the bin of a tail is filled up to its share of rows, first with the lightest whole items, then with
+    the first rows of the item itself. Late rows with much work and early rows with little work together meet both
+    limits, and the tail needs the early rows as keys anyway.
     """
     grain = ruler.grain
     opened, lightest = 0, 0
@@ -70,7 +72,7 @@ def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
         rows, load = hi - cut, 0
         if fill:
             own_density = items[big, LOAD] * 64 // (hi - lo)
-            # The lightest items by load per row, whole, as long as they fit.
+            # Whole items with the least load per row, as long as they fit.
             while lightest < len(order) and items[order[lightest], BIN] >= 0:
                 lightest += 1
             for at in range(lightest, len(order)):
@@ -114,7 +116,11 @@ def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
 
 @compiled
 def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
-    """The items not yet in a bin, largest first, each whole into the bin that is then fullest least."""
+    """Put the items that are in no bin yet, largest first, whole into bins.
+
+    Each goes to the bin whose fuller limit, load or rows, is then least full; bins that stay within their limits are
+    preferred.
+    """
     load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     size = np.zeros(n, np.int64)
     for i in range(n):
@@ -140,7 +146,7 @@ def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
 
 @compiled
 def at_least_one(caps):
-    """Limits that can be divided by."""
+    """Return the limits with 0 replaced by 1, so that one can divide by them."""
     found = np.empty(len(caps), np.int64)
     for b in range(len(caps)):
         found[b] = max(caps[b], 1)
@@ -149,7 +155,7 @@ def at_least_one(caps):
 
 @compiled
 def with_room(items, count):
-    """The items in a table of ``count`` rows."""
+    """Return the items in a table of ``count`` rows."""
     table = np.zeros((count, 5), np.int64)
     for i in range(len(items)):
         write_item(table, i, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
@@ -158,9 +164,11 @@ def with_room(items, count):
 
 @compiled
 def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps):
-    """Peel, deal and repair once for each variant, climb from the best.
+    """Peel, deal and repair once for each variant, and climb from the best.
 
-    (table, keys it fetches, worst violation in millionths, pairs of items and bins or of two items that were tried)
+    Return (table of items, keys fetched, worst violation in millionths, pairs tried). Pairs are of an item and a bin,
+    or of two items. ``fills`` and ``aims`` describe the variants, ``enough`` is how many that keep all limits suffice,
+    ``moves`` and ``sweeps`` limit repair and climb, ``weight`` is the cost in keys of exceeding a limit by the mean.
     """
     bins, count = len(cap_load), len(items)
     best = np.zeros((count, 5), np.int64)

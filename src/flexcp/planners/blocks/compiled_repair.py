@@ -1,9 +1,10 @@
-"""Loops of repairing: rows leave the bin that is furthest over its limits, compiled.
+"""Loops of repairing: rows leave the bin that exceeds its limits most (compiled).
 
-For every item of the worst bin and every other bin this tries to move the item, or an end of it: enough to clear what
-the worst bin has too much of (load or rows), or what fits into the other. Only where no such move lowers the violation
-of the two bins, items are exchanged one for one. What counts is the violation, weighed, plus the keys that bins fetch.
-It ends when no bin is over a limit or nothing helps.
+For every item of the worst bin and every other bin, this tries to move the item or one of its ends: as much as the
+worst bin has too much (of load or of rows), or as much as fits into the other bin. Only if no such move lowers the
+violation of the two bins are items exchanged one for one. Moves are compared by their change of the violation,
+multiplied by a weight, plus the change of the keys that bins fetch. Repairing ends when no bin exceeds a limit or when
+nothing helps.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ from flexcp.planners.blocks.compiled_shared import (
 )
 
 WHOLE, TAIL_BY_LOAD, HEAD_BY_LOAD, TAIL_BY_ROWS, HEAD_BY_ROWS, PARTS = range(6)
-"""Parts of an item that may leave: all of it, or an end of so much load, or of so many rows."""
+"""Parts of an item that may leave: all of it, or an end chosen by load or by rows."""
 FIRST, LAST, LEAVES, ALONE, KNOWN = range(5)
-"""What is known of a part: its rows, how its bin's keys change without it,
-and the keys of a bin with no other rows of the document.
+"""Columns of what is known about a part: its first and last row, how the keys of its bin change without it, and the
+keys that a bin without other rows of the document would fetch for it.
 """
 
 
 class Search(NamedTuple):
     """What repairing works on. Only the items ``tried`` are moved; ``over[b]`` is the violation of bin b.
 
-    Of the item at hand: ``holds[b]`` is its index where bin b has rows of its document, ``known[part]`` are the columns
-    FIRST to ALONE. Of exchanges: ``arrives[b]`` is how the keys of bin b change when the item comes, ``swaps[j]`` how
-    keys change when item j leaves its bin for the worst one; HUGE where it is not known yet.
+    For the present item: ``holds[b]`` is its index if bin b has rows of its document, and ``known[part]`` has the
+    columns FIRST to ALONE. For exchanges: ``arrives[b]`` is how the keys of bin b change when the item arrives, and
+    ``swaps[j]`` is how keys change when item j leaves its bin for the worst one; both are HUGE as long as they are not
+    known.
     """
 
     table: Table
@@ -70,8 +72,9 @@ class Search(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows ``lo..hi`` of an item go to bin ``to``, for all of the item ``back`` or for nothing (-1);
-    the lowest score is the best.
+    """Rows ``lo..hi`` of an item go to bin ``to``, in exchange for all of the item ``back``, or for nothing (-1).
+
+    The move with the lowest score is the best.
     """
 
     score: int
@@ -84,8 +87,9 @@ class Move(NamedTuple):
 
 @compiled
 def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
-    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched;
-    (item count, pairs tried).
+    """Move, cut and exchange items out of the worst bin while that lowers violation x weight + keys fetched.
+
+    Return (item count, pairs tried). ``moves`` is the most moves.
     """
     table, held = with_chains(items, n, reads), filled(items, n, cap_load, cap_rows)
     tried, count = tried_items(items, n, table.chain, bins)
@@ -97,8 +101,9 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
 
 @compiled_leaf
 def moved_out(search, n, count, moves):
-    """Up to ``moves`` moves out of the bin that is then the worst, with ``count`` items that may move;
-    (item count, pairs tried).
+    """Do up to ``moves`` moves, each out of the bin that is then the worst; return (item count, pairs tried).
+
+    ``count`` is how many items may move.
     """
     steps = 0
     for _ in range(moves):
@@ -107,7 +112,7 @@ def moved_out(search, n, count, moves):
             break
         best, more = best_move(search, worst, count)
         steps += more
-        if best.item < 0:  # else no exchanges: they are many
+        if best.item < 0:  # exchanges are tried only if no move helps, because there are many of them
             best, more = best_exchange(search, worst, count)
             steps += more
         if best.item < 0 or best.score >= 0:
@@ -118,12 +123,13 @@ def moved_out(search, n, count, moves):
 
 @compiled_inline
 def violation(search, b, load, rows):
-    """How far bin ``b`` is over its limits with so much more load and rows:
-    millionths of the mean, linear plus ten times quadratic.
+    """Return how far bin ``b`` exceeds its limits with this much more load and rows, as a penalty.
+
+    An excess x is in millionths of the mean; its penalty is x + x * x / 100,000.
     """
     bins, found = search.bins, 0
     excess_load, excess_rows = bins.load[b] + load - bins.cap_load[b], bins.rows[b] + rows - bins.cap_rows[b]
-    if excess_load > 0:  # rarely: divisions are dear
+    if excess_load > 0:  # rarely true, which saves expensive divisions
         part = min(excess_load * MILLION // search.mean_load, 1 << 28)
         found += part + part * part // 100_000
     if excess_rows > 0:
@@ -134,7 +140,7 @@ def violation(search, b, load, rows):
 
 @compiled_inline
 def worst_bin(search):
-    """The bin that is furthest over its limits, -1 where none is; notes the violation of each."""
+    """Return the bin that exceeds its limits most, -1 if none does; write the violation of each bin."""
     worst, most = -1, 0
     for b in range(len(search.over)):
         search.over[b] = violation(search, b, 0, 0)
@@ -145,14 +151,14 @@ def worst_bin(search):
 
 @compiled_inline
 def better(best, move):
-    """The move of the lower score, the first of two equal ones."""
+    """Return the move with the lower score, the first of two equal ones."""
     return move if move.score < best.score else best
 
 
 @compiled_inline
 def best_move(search, worst, count):
-    """The best move of an item of the worst bin, or a part of one, to another bin;
-    and how many pairs of item and bin were tried.
+    """Return (the best move of an item of the worst bin, or a part of one, to another bin; pairs of item and bin
+    tried).
     """
     items, holds, known = search.table.items, search.holds, search.known
     best, steps = Move(HUGE, -1, -1, 0, 0, -1), 0
@@ -175,7 +181,7 @@ def best_move(search, worst, count):
 
 @compiled_inline
 def note_holders(search, i):
-    """Note which bins have rows of the document of item ``i``."""
+    """Note in ``holds`` which bins have rows of the document of item ``i``."""
     items, chain = search.table.items, search.table.chain
     other = chain[0, items[i, DOC]]
     while other >= 0:
@@ -185,8 +191,9 @@ def note_holders(search, i):
 
 @compiled_inline
 def best_move_to(search, i, here, to, best):
-    """The better of ``best`` and the best move of item ``i`` to bin ``to``;
-    its own bin fetches ``here`` keys of its document.
+    """Return the better of ``best`` and the best move of item ``i``, or a part of it, to bin ``to``.
+
+    ``here`` is how many keys the item's own bin fetches for its document.
     """
     table, known, item = search.table, search.known, item_at(search.table.items, i)
     before, there = search.over[item.bin] + search.over[to], -1
@@ -214,8 +221,9 @@ def best_move_to(search, i, here, to, best):
 
 @compiled_inline
 def rows_of_part(search, item, to, part):
-    """First and last row of a part of an item of the worst bin: enough to clear the excess,
-    or what fits into bin ``to``; maybe empty.
+    """Return the first and last row of a part of an item of the worst bin, which may be empty.
+
+    An end has enough rows to remove the excess of the worst bin, or as many as fit into bin ``to``.
     """
     bins, ruler, grain, worst = search.bins, search.ruler, search.ruler.grain, item.bin
     if part == WHOLE:
@@ -239,7 +247,7 @@ def rows_of_part(search, item, to, part):
 
 @compiled_inline
 def learn_part(search, i, here, part, lo, hi):
-    """Note what is the same for most bins: what the worst bin saves, and what a bin without this document fetches."""
+    """Note what is equal for most bins: what the worst bin saves, and what a bin without the document would fetch."""
     table, known, item = search.table, search.known, item_at(search.table.items, i)
     stay_lo, stay_hi = (item.lo, lo) if lo > item.lo else (hi, item.hi)
     table.ranges[0, 0], table.ranges[0, 1] = lo, hi
@@ -251,9 +259,9 @@ def learn_part(search, i, here, part, lo, hi):
 
 @compiled_inline
 def best_exchange(search, worst, count):
-    """The best exchange of an item of the worst bin against one of another; and how many pairs of items were tried.
+    """Return (the best exchange of an item of the worst bin for an item of another bin, pairs of items tried).
 
-    What an exchange changes is a sum over its four sides, each known once.
+    The change of an exchange is a sum over its four sides, each of which is computed once.
     """
     items, best, steps = search.table.items, Move(HUGE, -1, -1, 0, 0, -1), 0
     for at in range(count):
@@ -268,7 +276,7 @@ def best_exchange(search, worst, count):
 
 @compiled_inline
 def best_exchange_of(search, i, count, best):
-    """The better of ``best`` and the best exchange of item ``i``."""
+    """Return the better of ``best`` and the best exchange of item ``i``."""
     table, over, arrives, swaps = search.table, search.over, search.arrives, search.swaps
     item = item_at(table.items, i)
     leaves = cost_change(table, item.bin, item.doc, i, 0, 0)
@@ -298,7 +306,7 @@ def best_exchange_of(search, i, count, best):
 
 @compiled_inline
 def carry_out(search, n, count, move):
-    """Do a move; (item count, how many items may move): a part becomes an item of its own."""
+    """Do a move; return (item count, how many items may move). A part becomes an item of its own."""
     items, chain, i = search.table.items, search.table.chain, move.item
     item = item_at(items, i)
     load, rows = load_of(search.ruler, item.doc, move.lo, move.hi), move.hi - move.lo

@@ -1,11 +1,11 @@
-"""Loops: what the compiled loops of packing share: loads of rows, items, and the keys that rows read.
+"""Loops that several steps of packing share: loads of rows, items, and the keys that rows read (compiled).
 
-Everything is 64-bit integers: the same result on every machine. Items are rows of one array with the columns
-``DOC LO HI LOAD BIN``.
+All numbers are 64-bit integers, so the result is the same on every machine. Items are rows of one array with the
+columns ``DOC LO HI LOAD BIN``.
 
-Compiling them must not take long. So loops go over elements, as operations on whole arrays bring Numba's wording of
-their errors along; and sorting is our own (:mod:`flexcp.arrays.compiled_sort`). A loop has all that it calls compiled
-into it once more: the large ones are called from few.
+Compiling must not take long. So loops go over elements: operations on whole arrays would also compile the texts of
+their error messages. Sorting is our own (:mod:`flexcp.arrays.compiled_sort`). Every function is compiled once more into
+each function that calls it, so large ones are called from few places.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
 TRIED_ITEMS = 4096
-"""Of more items than this, only some are tried one by one, so that searching takes time in proportion to documents,
-not to their square.
+"""If there are more items than this, only some are tried one by one, so that the time of searching is in proportion to
+the number of documents and not to its square.
 """
 HEAVY_PART = 256
-"""An item of so small a part of a bin, or a larger one, is tried all the same."""
+"""Items with more than 1/256 of a bin's mean load or rows are always tried."""
 
 
 class Ruler(NamedTuple):
-    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows
-    before ``min(i * grain, lengths[d])``.
+    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows before row
+    ``min(i * grain, lengths[d])``.
     """
 
     before: Any
@@ -39,12 +39,15 @@ class Ruler(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What rows read: document d's slices are ``slices[first[d] : first[d + 1]]``. Its thin rows, which are in none of
-    them, cost every bin with rows of it ``thin[d]`` keys.
+    """What rows read: the slices of document d are ``slices[first[d] : first[d + 1]]``.
 
-    Where ``nested[d]`` is not 0, the document is a tree: its slices' keys are its rows from one slice to the next, each
-    seen by itself and all behind it as far as the slice goes. ``around[s]`` is the slice around it, counted from the
-    document's first, -1 for none, and ``nested[d]`` how many lie around each other at most.
+    The thin rows of a document are in none of its slices; they cost every bin with rows of the document ``thin[d]``
+    keys.
+
+    If ``nested[d]`` is not 0, the document is a tree: the keys of a slice are the rows from its first row to the first
+    row of the next slice, and each key is seen by its own row and all later rows of the slice. ``around[s]`` is the
+    slice around slice s, counted from the first of the document, or -1; ``nested[d]`` is how many slices are nested in
+    each other at most.
     """
 
     slices: Any
@@ -55,7 +58,7 @@ class Reads(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Rows ``lo..hi`` of a document, what they load a bin with, and their bin, -1 for none."""
+    """Rows ``lo..hi`` of a document, their load, and their bin (-1: in none)."""
 
     doc: int
     lo: int
@@ -65,8 +68,9 @@ class Item(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Items, and what counting the keys that their bins fetch takes: their chains (:func:`chains`), what rows read, and
-    room for ranges of rows and spans of keys.
+    """Items, and what is needed to count the keys that bins fetch.
+
+    These are the chains of items (:func:`chains`), what rows read, and space for ranges of rows and spans of keys.
     """
 
     items: Any
@@ -77,7 +81,7 @@ class Table(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """What each bin holds of load and rows, and what it may hold."""
+    """The load and rows that each bin holds, and the most that it may hold."""
 
     load: Any
     rows: Any
@@ -87,7 +91,7 @@ class Bins(NamedTuple):
 
 @compiled_leaf
 def item_at(items, i):
-    """Item ``i``."""
+    """Return item ``i``."""
     return Item(items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
 
 
@@ -103,8 +107,9 @@ def write_item(items, i, d, lo, hi, load, b):
 
 @compiled_leaf
 def most_spans(reads):
-    """The most spans of keys that a range of rows reads, at least 1:
-    one of each slice, or in a nested document itself and those around.
+    """Return the most spans of keys that a range of rows reads, at least 1.
+
+    There is one span for each slice, or in a tree one for the rows themselves and one for each slice around them.
     """
     most = 1
     for d in range(len(reads.thin)):
@@ -115,7 +120,7 @@ def most_spans(reads):
 
 @compiled_leaf
 def load_before(ruler, d, row):
-    """Load of document d's rows before ``row``: exact at the grain, in between in proportion."""
+    """Return the load of document d's rows before ``row``: exact at multiples of the grain, interpolated in between."""
     base, grain = ruler.first[d], ruler.grain
     at, rest = base + row // grain, row % grain
     if rest == 0:
@@ -126,12 +131,15 @@ def load_before(ruler, d, row):
 
 @compiled_leaf
 def load_of(ruler, d, lo, hi):
+    """Return the load of rows ``lo..hi`` of document d."""
     return load_before(ruler, d, hi) - load_before(ruler, d, lo)
 
 
 @compiled_leaf
 def tail_within(ruler, d, lo, hi, load):
-    """Smallest cut x in [lo, hi] at the grain such that rows x..hi carry at most ``load``; hi if there is none."""
+    """Return the smallest cut x in [lo, hi] at the grain such that rows x..hi have at most ``load``; hi if there is
+    none.
+    """
     base, grain = ruler.first[d], ruler.grain
     low, high = (lo + grain - 1) // grain, (hi + grain - 1) // grain
     wanted = load_before(ruler, d, hi) - load
@@ -146,7 +154,9 @@ def tail_within(ruler, d, lo, hi, load):
 
 @compiled_leaf
 def head_within(ruler, d, lo, hi, load):
-    """Largest cut x in [lo, hi] at the grain such that rows lo..x carry at most ``load``; lo if there is none."""
+    """Return the largest cut x in [lo, hi] at the grain such that rows lo..x have at most ``load``; lo if there is
+    none.
+    """
     base, grain = ruler.first[d], ruler.grain
     low, high = lo // grain, (hi + grain - 1) // grain
     wanted = load_before(ruler, d, lo) + load
@@ -161,7 +171,9 @@ def head_within(ruler, d, lo, hi, load):
 
 @compiled_leaf
 def spans_of_slices(rows, count, reads, d, spans):
-    """The keys that the rows ``rows[:count]`` of a document read of each slice, ordered by the first; how many."""
+    """Write the spans of keys that the rows ``rows[:count]`` of document ``d`` read, sorted by first key; return their
+    number.
+    """
     slices, found = reads.slices, 0
     for j in range(count):
         for s in range(reads.first[d], reads.first[d + 1]):
@@ -184,7 +196,10 @@ def spans_of_slices(rows, count, reads, d, spans):
 
 @compiled_leaf
 def spans_of_tree(rows, count, reads, d, spans):
-    """The same for a nested document, of which rows read themselves and what their first one reads before it."""
+    """Write the spans of keys that the rows ``rows[:count]`` of document ``d``, a tree, read; return their number.
+
+    A range of rows reads itself and what its first row reads before it. Spans are sorted by first key.
+    """
     slices, start, found = reads.slices, reads.first[d], 0
     for j in range(count):
         x, y = rows[j, 0], rows[j, 1]
@@ -200,7 +215,7 @@ def spans_of_tree(rows, count, reads, d, spans):
         more, s = 1, low - start
         while s >= 0:
             more, s = more + 1, reads.around[start + s]
-        # Both the spans found and the new ones are in order: merged from the back.
+        # The spans found so far and the new ones are both sorted, so they are merged from the back.
         i, at = found - 1, found + more - 1
         a, b, s = x, y, low - start
         for _ in range(more):
@@ -218,7 +233,7 @@ def spans_of_tree(rows, count, reads, d, spans):
 
 @compiled_leaf
 def fetched(rows, count, owned, kept, reads, d, spans):
-    """Keys that the rows ``rows[:count]`` of a document read and that are not among the rows ``owned[:kept]``."""
+    """Return how many keys the rows ``rows[:count]`` of a document read that are not among ``owned[:kept]``."""
     read = (rows, count, reads, d, spans)
     found = spans_of_tree(*read) if reads.nested[d] else spans_of_slices(*read)
     total, reach = 0, -1
@@ -237,7 +252,10 @@ def fetched(rows, count, owned, kept, reads, d, spans):
 
 @compiled
 def chains(items, n, documents):
-    """Items of each document as a chain: ``chain[0, d]`` is the first, ``chain[1, i]`` the one after i, -1 the end."""
+    """Return the items of each document as a linked list.
+
+    ``chain[0, d]`` is the first item of document d, ``chain[1, i]`` the item after i, -1 the end.
+    """
     chain = np.full((2, max(documents, len(items))), -1, np.int64)
     for i in range(n - 1, -1, -1):
         chain[1, i] = chain[0, items[i, DOC]]
@@ -247,9 +265,10 @@ def chains(items, n, documents):
 
 @compiled
 def tried_items(items, n, chain, bins):
-    """Which items a search may move, in an array with room for all there will be, and how many: all of a few. Of many,
-    those of cut documents, the heavy ones, and of the light whole ones, which are many and much alike, every so
-    many-th.
+    """Return (indices of the items that a search may move, how many); the array has space for all items there will be.
+
+    If there are few items, these are all. If there are many, they are the items of cut documents, the heavy ones, and a
+    regular sample of the light whole items, which are many and much alike.
     """
     found, count = np.empty(len(items), np.int64), 0
     load, rows = 0, 0
@@ -269,7 +288,7 @@ def tried_items(items, n, chain, bins):
 
 @compiled
 def with_chains(items, n, reads):
-    """The table of the first ``n`` items, with room for as many ranges as there can be items."""
+    """Return the table of the first ``n`` items, with space for as many ranges as there can be items."""
     room = len(items) + 3
     ranges, spans = np.zeros((room, 2), np.int64), np.zeros((room * most_spans(reads), 2), np.int64)
     return Table(items, chains(items, n, len(reads.thin)), reads, ranges, spans)
@@ -277,7 +296,7 @@ def with_chains(items, n, reads):
 
 @compiled
 def filled(items, n, cap_load, cap_rows):
-    """The bins as the first ``n`` items fill them."""
+    """Return the bins as the first ``n`` items fill them."""
     load, rows = np.zeros(len(cap_load), np.int64), np.zeros(len(cap_load), np.int64)
     for i in range(n):
         load[items[i, BIN]] += items[i, LOAD]
@@ -287,7 +306,7 @@ def filled(items, n, cap_load, cap_rows):
 
 @compiled_leaf
 def pass_on(bins, giver, taker, load, rows):
-    """Load and rows of one bin to another."""
+    """Move load and rows from one bin to another in the sums of ``bins``."""
     bins.load[giver] -= load
     bins.rows[giver] -= rows
     bins.load[taker] += load
@@ -296,8 +315,9 @@ def pass_on(bins, giver, taker, load, rows):
 
 @compiled_leaf
 def bin_cost(table, b, d, skip, x0, x1, y0, y1):
-    """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1
-    and y0..y1 (when not empty).
+    """Return how many keys bin ``b`` fetches for document ``d`` without item ``skip`` and with rows x0..x1 and y0..y1.
+
+    Either range may be empty; ``skip`` is -1 for none.
     """
     items, chain, ranges = table.items, table.chain, table.ranges
     count = 0
@@ -320,23 +340,23 @@ def bin_cost(table, b, d, skip, x0, x1, y0, y1):
 
 @compiled_leaf
 def cost_now(table, b, d):
-    """Keys bin ``b`` fetches for document ``d``."""
+    """Return how many keys bin ``b`` fetches for document ``d``."""
     return bin_cost(table, b, d, -1, 0, 0, 0, 0)
 
 
 @compiled_leaf
 def cost_change(table, b, d, skip, x0, x1):
-    """What :func:`bin_cost` becomes without item ``skip`` and with the rows x0..x1, against what it is."""
+    """Return how :func:`bin_cost` changes if item ``skip`` is left out and the rows x0..x1 are added."""
     return bin_cost(table, b, d, skip, x0, x1, 0, 0) - cost_now(table, b, d)
 
 
 @compiled
 def total_cost(items, n, bins, reads):
-    """Keys that all bins fetch."""
+    """Return how many keys all bins fetch."""
     table = with_chains(items[:n], n, reads)
     total = 0
     for i in range(n):
-        # A bin's share of a document is counted at its last item in the chain.
+        # The keys of a bin for a document are counted once, at the bin's last item in the chain.
         j = table.chain[1, i]
         while j >= 0 and items[j, BIN] != items[i, BIN]:
             j = table.chain[1, j]

@@ -1,26 +1,28 @@
-"""Pack: documents as row ranges into bins with two limits, load and rows. The step that planners share.
+"""Pack: put row ranges of documents into bins with two limits, load and rows.
 
-An *item* is a range of a document's rows with all their keys, so whoever takes it computes final outputs. Four steps:
+An *item* is a range of a document's rows with all their keys, so the rank that gets it computes final outputs. There
+are four steps:
 
-- *peel*: while the largest item exceeds a bin, open a bin for its last rows and fill the bin's tokens with light items.
-  What remains of a causal document is just a shorter document that needs nothing from outside, and a cut at row x costs
-  exactly x keys, so cuts are few.
-- *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
-- *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls
-  (:mod:`flexcp.planners.blocks.compiled_repair`).
-- *climb*: move or exchange rows between bins that share a document while that saves keys
+- *peel*: while the largest item exceeds a bin, its last rows go into a new bin, and the bin's remaining rows are filled
+  with light items. What remains of a causal document is just a shorter document that needs nothing from other bins, and
+  a cut at row x costs exactly x keys, so cuts are few.
+- *deal*: the other items, largest first, go whole into a bin: the one whose fuller limit, load or rows, is then least
+  full.
+- *repair*: items are moved, cut or exchanged out of the worst bin while that lowers the violation of limits, weighed
+  against the keys that are fetched (:mod:`flexcp.planners.blocks.compiled_repair`).
+- *climb*: rows are moved or exchanged between bins that share a document while that saves keys
   (:mod:`flexcp.planners.blocks.compiled_climb`).
 
-*Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys.
-Instead every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless
-it is thin, plus what thin rows do with its key: the thin slices, transposed. And a bin with any row of such a document
-pays for a part of its thin rows.
+*Thin rows.* If a few rows see a whole document (such as the last block of a causal blockwise mask), their rank would
+have to fetch all keys. Instead, every owner of keys computes these rows with its own keys. So the load of a row is its
+own attention, unless it is thin, plus the attention of thin rows to its key (the thin slices, transposed). And every
+bin with rows of such a document also pays for its part of the thin rows.
 
-*Many documents.* Every step takes time in proportion to documents. Repairing and climbing would try pairs of them: of
-more than a few thousand items they try those of cut documents, the heavy ones, and a sample of the light whole ones,
-which are much alike.
+*Many documents.* Every step takes time in proportion to the number of documents, but repair and climb try pairs of
+items. If there are more than a few thousand items, they try only the items of cut documents, heavy items, and a sample
+of the light whole items, which are much alike.
 
-Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
+Loads are integers, scaled down by a power of two until their products fit 64 bits.
 """
 
 from __future__ import annotations
@@ -39,32 +41,37 @@ from flexcp.masks.nested import FEW, NOT_NESTED
 
 Ints = NDArray[np.int64]
 THIN = 12
-"""A slice with this many times more keys than rows, most of them seen, is thin."""
+"""A slice with at least this many times more keys than rows, most of them seen, is thin."""
 REPAIR_MOVES = 64
+"""The most moves of one repair."""
 VARIANTS = np.array([True, True, False, True, False]), np.array([0, 100, 0, -200, 100])
-"""Variants of packing: whether tails' tokens are filled, per cent of the slack above the aim that peeled bins use."""
+"""Variants of packing: whether bins with tails are filled with other rows, and how much of the slack above the aim
+peeled bins use, in per cent.
+"""
 VARIANTS_OF_AIMS = np.array([True]), np.array([0])
-"""Where row limits are only aimed for, the first variant is nearly as good as the best of all (web, libra256k,
-longalign: within 2 %).
+"""Variants if the limits come from defaults and not from the user: the first one is nearly as good as the best of all
+(within 2 % for web, libra256k and longalign).
 """
 VARIANTS_WITHOUT_ROW_LIMIT = np.array([False, False]), np.array([0, 100])
+"""Variants if rows are not limited."""
 UNLIMITED = 1 << 36
 """More rows than any bin can hold; its products with a million and with the ranks of a node fit 64 bits."""
 ENOUGH = 2
-"""Variants within all limits after which no more are tried."""
+"""After this many variants that keep all limits, no more are tried."""
 SWEEPS = 2
 """How often climbing looks at every item."""
 VIOLATION_WEIGHT = 8
-"""A bin that is over a limit by its mean weighs as much as fetching the longest document this many times."""
+"""A bin that exceeds a limit by the mean costs as much as fetching the longest document this many times."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowLoads:
-    """What a batch's rows cost, ready for the compiled loops.
+    """The costs of a batch's rows, in the form that compiled loops need.
 
-    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``; ``slices`` are what rows read (of the
-    mask with the most work, thin rows left out), with those of document d at ``slice_first[d]``; ``thin[m][d]`` is the
-    row at which mask m's thin rows begin.
+    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``. ``slices`` are what rows read (of the
+    mask with the most work, without thin rows); those of document d begin at ``slice_first[d]``. ``thin[m][d]`` is the
+    row at which the thin rows of mask m begin. ``row_price`` is the load of a row besides its attention, and loads are
+    shifted down by ``shift`` bits.
     """
 
     batch: Batch
@@ -75,39 +82,40 @@ class RowLoads:
     slice_first: Ints
     thin: tuple[Ints, ...]
     thin_keys: Ints
-    """What the thin rows of each document (of that mask) cost every rank with rows of it, as keys."""
+    """What the thin rows of each document (of the mask of ``slices``) cost every rank that has rows of it, in keys."""
     row_price: int
     area_slices: Ints
-    """Slices whose rows add up to a row's load besides its price:
-    what it reads, and transposed what thin rows read of it.
+    """Slices whose areas add up to the load of rows besides their price: what they read, and, transposed, what thin
+    rows read of them.
     """
     area_layers: Ints
     area_first: Ints
     shift: int
     around: Ints
-    """The slice of ``slices`` around each, counted from its document's first."""
+    """For each slice of ``slices``, the slice around it, counted from the first of its document."""
     nested: Ints
-    """How many slices of each document lie around each other at most,
-    0 where it is no tree (:class:`compiled_shared.Reads`).
+    """How many slices of each document are nested in each other at most, or 0 if the document is not a tree
+    (:class:`flexcp.planners.blocks.compiled_shared.Reads`).
     """
 
     @property
     def ruler(self) -> Any:
-        """The loads as the compiled loops take them."""
+        """The loads in the form that compiled loops take."""
         from flexcp.planners.blocks.compiled_shared import Ruler
 
         return Ruler(self.prefix, self.first, self.batch.lengths, self.grain)
 
     @property
     def reads(self) -> Any:
-        """What rows read as the compiled loops take it."""
+        """What rows read, in the form that compiled loops take."""
         from flexcp.planners.blocks.compiled_shared import Reads
 
         return Reads(self.slices, self.slice_first, self.thin_keys, self.around, self.nested)
 
     def of_documents(self, documents: Ints) -> tuple[Any, Any]:
-        """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given,
-        many times.
+        """Return (ruler, reads) of only these documents, numbered anew.
+
+        The loops go many times over all documents that they are given, so fewer documents save time.
         """
         from flexcp.planners.blocks.compiled_shared import Reads, Ruler
 
@@ -120,19 +128,19 @@ class RowLoads:
 
     @property
     def total(self) -> int:
-        """Load of all documents."""
+        """The load of all documents."""
         return int((self.prefix[self.first[1:] - 1] - self.prefix[self.first[:-1]]).sum())
 
     def load(self, document: Ints, lo: Ints, hi: Ints) -> Ints:
-        """Load of row ranges cut at the grain."""
+        """Return the loads of row ranges that are cut at the grain."""
         base = self.first[document]
         return np.asarray(self.prefix[base - (-hi // self.grain)] - self.prefix[base - (-lo // self.grain)])
 
 
 def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None) -> RowLoads:
-    """The row loads of a batch; ``price`` is the load of a row besides its attention, per layer.
+    """Return the row loads of a batch; ``price`` is the load of a row besides its attention, per layer.
 
-    ``thin_price`` is how many keys cost as much as computing a part of a thin row, None if there are to be none.
+    ``thin_price`` is how many keys cost as much as computing a part of a thin row, or None if no rows are to be thin.
     """
     from flexcp.planners.blocks import compiled_level
 
@@ -182,8 +190,10 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
 
 
 def _tree_levels(mask: LayerMask, slices: Ints, lengths: Ints) -> Ints:
-    """How many slices lie around each other at most in each document that is a tree: every row sees itself, all before
-    it in its slice, and all keys of the slices around that. 0 for any other.
+    """Return how many slices are nested in each other at most in each document that is a tree, and 0 for other
+    documents.
+
+    In a tree, every row sees itself, all rows before it in its slice, and all keys of the slices around it.
     """
     found = np.zeros(len(lengths), np.int64)
     nested = np.flatnonzero(np.diff(mask.first) >= FEW)
@@ -198,14 +208,14 @@ def _tree_levels(mask: LayerMask, slices: Ints, lengths: Ints) -> Ints:
 
 
 def _transposed(slices: Ints) -> Ints:
-    """Keys as rows and rows as keys."""
+    """Return the slices with rows and keys exchanged."""
     out = slices[:, [K0, K1, Q0, Q1, LO, HI]]
     out[:, LO], out[:, HI] = -slices[:, HI], -slices[:, LO]
     return out
 
 
 def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
-    """The row at which each document's thin last rows begin, its length when it has none."""
+    """Return the row at which the thin last rows of each document begin, or its length if it has none."""
     begin = lengths.copy()
     owner = np.repeat(np.arange(len(lengths)), np.diff(mask.first))
     s = mask.slices
@@ -218,9 +228,9 @@ def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class BinLimits:
-    """What each bin may hold of load and rows, and the load a peeled bin aims for.
+    """The most load and rows of each bin, and the load that a peeled bin aims for.
 
-    ``firm``: somebody asked for these limits, so it is worth some time to keep them with few bytes.
+    ``firm`` says that the user asked for these limits, so more time is spent on keeping them with few bytes.
     """
 
     load: Ints
@@ -231,8 +241,10 @@ class BinLimits:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched;
-    worst violation; pairs tried.
+    """Items in bins: ``items[n, 3]`` (document, first row, last row) and the bin of each.
+
+    ``keys`` is how many keys are fetched, ``violation`` the worst violation of a limit in millionths of the mean,
+    ``steps`` how many pairs were tried.
     """
 
     items: Ints
@@ -243,7 +255,7 @@ class Packed:
 
 
 def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
-    """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
+    """Put items ``[n, 3]`` into bins: peel, deal and repair in a few variants, then climb from the best of them."""
     from flexcp.planners.blocks import compiled_pack
 
     table, keys, over, steps = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
@@ -252,8 +264,10 @@ def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received;
-    worst violation; pairs tried.
+    """A node's items on its ranks, in the tables ``work`` and ``kept`` of :mod:`flexcp.planners.blocks.compiled_node`.
+
+    ``bytes`` is how many bytes are received, ``violation`` the worst violation of a limit in millionths of the mean,
+    ``steps`` how many pairs were tried.
     """
 
     work: Ints
@@ -266,7 +280,7 @@ class Placed:
 def place_node(
     loads: RowLoads, items: Ints, limits: BinLimits, teams: Sequence[int], key_bytes: int, row_bytes: int
 ) -> list[Placed]:
-    """Items ``[n, 3]`` of a node to its ranks, once by teams of each size."""
+    """Return the placements of a node's items ``[n, 3]`` on its ranks, one for each team size."""
     from flexcp.planners.blocks import compiled_node
 
     documents, measures = np.arange(loads.batch.documents), (loads.ruler, loads.reads)
@@ -283,7 +297,7 @@ def place_node(
 
 
 def _arguments(loads: RowLoads, items: Ints, limits: BinLimits, ruler: Any, reads: Any) -> tuple[Any, ...]:
-    """What the compiled loops take."""
+    """Return the arguments of the compiled loops."""
     weight = VIOLATION_WEIGHT * int(loads.batch.lengths.max())
     limit = (limits.load, limits.rows, limits.aim)
     variants = VARIANTS if limits.firm else VARIANTS_OF_AIMS

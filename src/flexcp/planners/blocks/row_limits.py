@@ -1,11 +1,11 @@
-"""Row limits: made to hold by construction, at the price of moving rows.
+"""Row limits: move rows until every rank keeps its limits.
 
-For equal tokens rows first move with their work (:mod:`flexcp.planners.blocks.compiled_even`), which is cheap, as far
-as loads allow.
+For equal tokens, rows first move together with their work (:mod:`flexcp.planners.blocks.compiled_even`), which costs
+little, as far as loads allow.
 
-What packing leaves over a limit is moved here, exactly: work from ranks with too much to ranks with room (the tokens
-stay), and tokens from ranks that keep too many to ranks with room (the work stays). Both go on until no rank is over by
-more than one row, same node first.
+What is then still above a limit is moved exactly: work from ranks with too much to ranks with room (the tokens stay),
+and tokens from ranks that keep too many to ranks with room (the work stays). Ranks of the same node are preferred. Both
+continue until no rank exceeds its limit by more than one row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Ints = NDArray[np.int64]
 
 
 def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
-    """Rows ``[n, 5]`` (first rank, team size, document, first, last)
-    moved until every rank's load is within ``limit``.
+    """Return the work table, with rows moved until every rank's load is within ``limit``.
+
+    Its columns are (first rank, team size, document, first row, last row); ``nodes`` is the node of each rank.
     """
     from flexcp.planners.blocks import compiled_level
 
@@ -31,7 +32,9 @@ def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
 
 
 def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int, row_bytes: int) -> tuple[Ints, Ints]:
-    """(work, kept) in which rows have moved with their work until every rank keeps its target, where that is cheap."""
+    """Return (work, kept), with rows moved together with their work until every rank keeps its target, where that costs
+    little.
+    """
     from flexcp.planners.blocks import compiled_even, compiled_node
 
     work = compiled_even.even_rows(work, targets, limit, loads.ruler, key_bytes, row_bytes, loads.reads)
@@ -39,7 +42,7 @@ def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int
 
 
 def level_rows(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: Ints) -> tuple[Ints, Ints, Ints]:
-    """Stream ranges moved, token by token, from ranks over their limit to ranks under it."""
+    """Return (rank, start, stop) of what ranks keep, with tokens moved from ranks above their limit to others."""
     from flexcp.planners.blocks import compiled_level
 
     counts = np.zeros(len(limits), np.int64)

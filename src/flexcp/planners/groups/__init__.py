@@ -1,1 +1,1 @@
-"""The strategy ``groups``: each document on a group of ranks of its own size."""
+"""The strategy ``groups``: each document is placed on a group of ranks whose size it needs."""

@@ -1,10 +1,11 @@
-"""Loops of dealing: documents, or parts of them, to bins of equal rank (nodes, the teams of a node), compiled.
+"""Loops of dealing: documents, or parts of them, go to bins, which are nodes or the teams of a node (compiled).
 
-An *item* is a row of a table with the columns below: what a document has between ``LO`` and ``HI`` of its tokens, as if
-all tokens were alike (:mod:`flexcp.planners.groups.rows` says which rows that are). ``SHARED`` is 1 where other items
-have the rest of the document.
+An *item* is a row of a table with the columns below: the part of a document from ``LO`` to ``HI`` of its tokens, as if
+all its tokens had the same load (:mod:`flexcp.planners.groups.rows` chooses the actual rows). ``SHARED`` is 1 if other
+items have the rest of the document.
 
-A bin's ``pace`` is its speed over the mean bin's in 1/1024. All numbers are integers: the same result on every machine.
+``pace`` is the speed of a bin relative to the mean bin, in 1/1024. All numbers are integers, so the result is the same
+on every machine.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ DOC, LO, HI, LOAD, ATTENTION, SHARED, BIN = range(7)
 COLUMNS = 7
 PACE = 1024
 PARTS = 1 << 30
-"""In how many parts of the whole attention and tokens are compared."""
+"""Shares of attention and of tokens are compared in this many parts of the whole."""
 HUGE = 1 << 62
 
 
 @compiled
 def deal(items, pace, slack, poured, room):
-    """The items with their bins, some of them cut, so that no bin is later than 1/``slack`` over the mean,
-    or than must be.
+    """Return the items with their bins, some of them cut, so that no bin takes more than 1/``slack`` longer than the
+    mean, if possible.
 
-    ``room`` is how many tokens a bin should keep at most, 0 for any: nothing whole is put where there is none, as long
-    as others have some.
+    ``room`` is the most tokens that a bin should keep, 0 for no limit: a whole item goes to a bin without room only if
+    no bin has room.
 
-    An item that no bin can take is *long*. Long items have a group of bins each, as many as they need, and are cut in
-    equal parts over it; where there are not enough bins for that the limit rises until there are, or with ``poured``
-    they are laid end to end over all bins, so that neighbours share one. All others stay whole: the heaviest first to
-    the group that is then ready first, and inside a group so that attention and tokens are both even, because bins that
-    share a document wait for each other in every layer. Last, borders are cut: the latest bin gives part of an item to
-    the earliest, until all are within the limit.
+    An item that is too large for a bin is *long*. Each long item gets a group of bins, as many as it needs, and is cut
+    into equal parts over it. If there are not enough bins for this, the limit is raised until there are; with
+    ``poured``, long items are laid end to end over all bins instead, so that neighbours share a bin. All other items
+    stay whole. They go heaviest first to the group that then finishes first, and inside a group so that attention and
+    tokens are both even, because bins that share a document wait for each other in every layer. In the end, the slowest
+    bin gives parts of items to the fastest, until all are within the limit.
     """
     bins = len(pace)
     total = 0
@@ -83,7 +84,7 @@ def deal(items, pace, slack, poured, room):
 
 @compiled
 def heaviest_first(items):
-    """The order of items by load."""
+    """Return the order of items by load, the heaviest first."""
     keys = np.empty(len(items), np.int64)
     for i in range(len(items)):
         keys[i] = -items[i, LOAD]
@@ -92,7 +93,7 @@ def heaviest_first(items):
 
 @compiled_leaf
 def needed_bins(items, limit):
-    """How many bins the items over the limit need together."""
+    """Return how many bins all items above the limit need together."""
     found = 0
     for i in range(len(items)):
         if items[i, LOAD] > limit:
@@ -102,7 +103,7 @@ def needed_bins(items, limit):
 
 @compiled_leaf
 def least_limit(items, low, high, bins):
-    """The smallest limit under which there are enough bins."""
+    """Return the smallest limit between ``low`` and ``high`` with which there are enough bins."""
     while low < high:
         middle = (low + high) // 2
         if needed_bins(items, middle) <= bins:
@@ -114,7 +115,7 @@ def least_limit(items, low, high, bins):
 
 @compiled_leaf
 def share_of(amount, tokens, of):
-    """``amount * tokens / of`` without leaving 64 bits."""
+    """Return ``amount * tokens / of`` without exceeding 64 bits."""
     return amount // of * tokens + amount % of * tokens // of
 
 
@@ -133,8 +134,9 @@ def write_part(found, at, item, first, last, b):
 
 @compiled
 def in_groups(items, order, limit, pace, group, found):
-    """Every long item in equal parts over a group of bins of its own;
-    ``group`` becomes the first bin of each bin's group.
+    """Write every long item in equal parts over a group of bins of its own; return the number of parts.
+
+    ``group[bin]`` becomes the first bin of the group that the bin belongs to.
     """
     used, begin = 0, 0
     for i in order:
@@ -157,7 +159,9 @@ def in_groups(items, order, limit, pace, group, found):
 
 @compiled
 def laid_end_to_end(items, order, limit, pace, found):
-    """The long items one behind the other over the bins, each bin filled up to the limit."""
+    """Write the long items one after the other over the bins, each bin filled up to the limit; return the number of
+    parts.
+    """
     used, b = 0, 0
     room = limit * pace[0] // PACE
     for i in order:
@@ -181,7 +185,7 @@ def laid_end_to_end(items, order, limit, pace, found):
 
 @compiled
 def inside_groups(found, start, used, group, pace):
-    """Items from ``start`` on, which are in the first bin of their group, over all bins of the group."""
+    """Spread the items from ``start`` on, which are in the first bin of their group, over all bins of their group."""
     for g in range(len(group)):
         size = 0
         for b in range(len(group)):
@@ -203,10 +207,11 @@ def inside_groups(found, start, used, group, pace):
 
 @compiled
 def spread_evenly(items, mine, pace, held, tokens):
-    """The bin of each of the items ``mine``: largest first to the one that then has least,
-    of what it has more of, attention or tokens.
+    """Return the bin of each of the items ``mine``, so that attention and tokens are both even.
 
-    ``held`` is attention that bins have already; ``tokens`` what all tokens are, if more than these.
+    Items go largest first to the bin whose larger share, of attention or of tokens, is then smallest. ``held`` is the
+    attention that bins already have; ``tokens`` is the total number of tokens, if there are more than those of
+    ``mine``.
     """
     attention, own = 0, 0
     for i in mine:
@@ -214,7 +219,7 @@ def spread_evenly(items, mine, pace, held, tokens):
         own += items[i, HI] - items[i, LO]
     for b in range(len(pace)):
         attention += held[b]
-    # Both in parts of the whole; what is small is multiplied, what is large divided.
+    # Factors that turn attention and tokens into parts of the whole; attention may need a divisor as well.
     times_a, over_a = max(1, PARTS // max(1, attention)), attention // PARTS + 1
     times_t = max(1, PARTS // max(1, tokens, own))
     keys = np.empty(len(mine), np.int64)
@@ -242,7 +247,10 @@ def spread_evenly(items, mine, pace, held, tokens):
 
 @compiled
 def cut_borders(found, used, pace, even, limit):
-    """The latest bin gives to the earliest until it is within the limit: of the shortest item that has what is over."""
+    """Move load from the slowest bin to the fastest until all are within the limit; return the number of items.
+
+    The load is cut from the shortest item that has enough; if none has, the heaviest item moves as a whole.
+    """
     bins = len(pace)
     load = np.zeros(bins, np.int64)
     for i in range(used):
@@ -265,7 +273,7 @@ def cut_borders(found, used, pace, even, limit):
                     best, tokens = i, length
                 if heaviest < 0 or found[i, LOAD] > found[heaviest, LOAD]:
                     heaviest = i
-        if best < 0:  # none has so much: the heaviest goes whole
+        if best < 0:  # no item has enough load: the heaviest moves as a whole
             best, tokens = heaviest, found[heaviest, HI] - found[heaviest, LO]
             over = found[best, LOAD]
         give = min(tokens, max(1, share_of(tokens, over, max(1, found[best, LOAD]))))

@@ -1,8 +1,8 @@
-"""Loops of a team: which of its items stay whole on one rank and which are split by heads over all of it, compiled.
+"""Loops of a team: which of its items stay whole on one rank, and which are split by heads over the team (compiled).
 
-What is split gives every rank the same attention, whoever keeps the rows, and its rows can level tokens; but its
-queries, keys and results are exchanged. So as few items are split as make the team even: those of which others have a
-part, then the heaviest ones.
+A split item gives every rank the same attention, whichever rank keeps its rows, and its rows can even out tokens. But
+its queries, keys and results are exchanged. So only as many items are split as are needed to make the team even: first
+those that other teams share, then the heaviest.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from flexcp.arrays.jit import compiled
 from flexcp.planners.groups.compiled_dealing import ATTENTION, HI, HUGE, LO, PACE, SHARED, spread_evenly
 
 MOST_TRIED = 24
-"""How many numbers of split items are tried, ever further apart."""
+"""How many different numbers of split items are tried, at growing distances."""
 
 
 @compiled
 def split_by_heads(items, pace, linear, exchange, slack):
-    """The rank of each item in its team, or the team's size where it is split.
+    """Return the rank of each item in its team, or the size of the team if the item is split.
 
-    ``linear`` is what a token costs besides attention and ``exchange`` what a split token costs, both in the unit of
-    loads; half of an exchange is taken to be hidden.
+    ``linear`` is the cost of a token besides attention and ``exchange`` the cost of a split token, both in the unit of
+    loads (:class:`flexcp.planners.groups.priced_documents.PricedDocuments`). 1/``slack`` is how far above the mean a
+    rank may be.
     """
     size, n = len(pace), len(items)
     keys, tokens = np.empty(n, np.int64), 0
     for i in range(n):
-        # Shared ones first, which are always split.
+        # Shared items come first; they are always split.
         keys[i] = -HUGE if items[i, SHARED] == 1 else -items[i, ATTENTION]
         tokens += items[i, HI] - items[i, LO]
     order = stable_order(keys)
@@ -43,7 +44,7 @@ def split_by_heads(items, pace, linear, exchange, slack):
         for i in order[:count]:
             split_attention += items[i, ATTENTION]
             split_tokens += items[i, HI] - items[i, LO]
-        # All have the same of what is split, so a slower rank is behind the fastest.
+        # Every rank gets the same attention of split items, so slower ranks finish it later than the fastest.
         behind = np.zeros(size, np.int64)
         for r in range(size):
             behind[r] = split_attention // size * (fastest - pace[r]) // PACE

@@ -1,38 +1,45 @@
-"""groups: every document on as few ranks as it needs: one rank, a team that splits its heads,
-or several that share its rows.
+"""groups: place every document on as few ranks as it needs: one rank, a team that splits its heads, or several that
+share its rows.
 
-Flexible groups (FCP's second system, DHP in its first version) taken further: a document that needs no cut stays whole
-on one rank, groups have any integer size, and inside a node a document may be split by heads instead of rows, which
-moves less where there are KV heads enough.
+This extends flexible groups (FCP's second system, the first version of DHP). A document that needs no cut stays whole
+on one rank, groups may have any size, and inside a node a document may be split by heads instead of rows, which moves
+fewer bytes if there are enough KV heads.
 
-*How.* From the largest units down to ranks, each step a compiled loop:
+*How.* The steps go from the largest units down to ranks, each with a compiled loop:
 
-1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is more than a node can do in time has
-   a group of nodes, the fewest that can, and is cut by rows in equal parts over it. All others stay whole, heaviest
-   first to the group that is then ready first. What is left uneven is levelled by cutting borders: the latest node
-   gives part of a short document to the earliest. So only what must cross nodes does.
-2. Teams of a node, by the same loop: a document on one team, or by rows over several.
+1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is too much work for one node gets a
+   group of nodes, as few as possible, and is cut by rows into equal parts over it. All others stay whole and go
+   heaviest first to the group that then finishes first. Remaining differences are evened out by cuts: the slowest node
+   gives part of a short document to the fastest. So only what must cross nodes does.
+2. Teams of a node, by the same loop: a document is on one team, or cut by rows over several.
 3. Ranks of a team (:func:`~flexcp.planners.groups.compiled_team.split_by_heads`). Documents stay whole on one rank,
-   except for those that are cut above and for the heaviest ones, as many as it takes until attention is even: these are
-   split by heads over the whole team, and any of its ranks may keep their rows. In teams of one rank, step 2 has
-   already found the rank.
+   except for those that were cut in steps 1 and 2 and for the heaviest ones, as many as are needed to make attention
+   even: these are split by heads over the whole team, and any of its ranks may keep their rows. With teams of one rank,
+   step 2 has already found the rank.
 
-Groups are level by *load*, attention and the rest of the layer together. Ranks inside a group are level in attention
-and in tokens, because they wait for each other's keys in every layer: one that has less attention cannot make up for
-more tokens.
+Groups are balanced by *load*, attention and the rest of the layer together. Ranks inside a group are balanced in
+attention and in tokens separately: they wait for each other's keys in every layer, so less attention on a rank cannot
+make up for more tokens.
 
-*Settings.* ``groups:team=8+slack=12+long=poured``: the ranks of a team; how many per cent a unit may be over the mean
-before documents are cut for it (less cutting is faster where links are slow); and what happens where the groups of long
-documents together need more units than there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them
-end to end, so that neighbours share a unit. With ``split=all`` a team splits every document, which moves more and
-leaves all its ranks with the same work. Settings that are not given are searched, but for the last: the one with the
-least predicted time, copies included, is taken (:mod:`flexcp.planners.price`), teams of one rank only where keys have
-too few heads for larger ones, because the prediction flatters what moves by rows. Which settings are fastest events
-tell better: ``auto`` asks for :func:`all_groupings` of each of :func:`team_sizes`. A placement takes a few
-milliseconds.
+*Settings.* ``groups:team=8+slack=12+long=poured+split=all``:
 
-The token cap is never broken, and with equal tokens pads cost at most 1/64 of the step:
-:mod:`flexcp.planners.groups.rows`.
+- ``team``: the ranks of a team.
+- ``slack``: how many per cent a unit may be above the mean before documents are cut for it. Less cutting is faster if
+  links are slow.
+- ``long``: what happens if the groups of long documents together need more units than there are. With ``whole``, each
+  gets fewer units and takes longer; with ``poured``, long documents are laid end to end, so that neighbours share a
+  unit.
+- ``split``: with ``all``, a team splits every document, which moves more bytes and gives all its ranks the same work;
+  with ``few``, only as many as needed.
+
+For ``team``, ``slack`` and ``long``, values that are not given are searched; the placement with the least predicted
+time, including copies, is taken (:mod:`flexcp.planners.price`). Teams of one rank are searched only if there are too
+few KV heads for a team as large as a node, or if ranks have different speeds, because the prediction is too optimistic
+about transfers by rows. The event simulator compares settings better: ``auto`` uses :func:`all_groupings` for each of
+:func:`searched_settings`. A placement takes a few milliseconds.
+
+The token cap is always kept, and with equal tokens, pads cost at most 1/64 of the step
+(:mod:`flexcp.planners.groups.rows`).
 """
 
 from __future__ import annotations
@@ -53,16 +60,16 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 SLACKS = (2, 12, 25)
-"""Per cent over the mean that are tried."""
+"""The values of ``slack`` that are tried, in per cent above the mean."""
 FEW_RANKS = 4
-"""How many ranks the heaviest document may need where teams of one rank are tried besides larger ones."""
+"""Teams of one rank are tried in addition to larger ones if the heaviest document needs at most this many ranks."""
 WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
-"""What settings can say that are no numbers."""
+"""The values of settings that are not numbers."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be said of a search; see the module."""
+    """The settings of one placement (see the module docstring)."""
 
     team: int = 1
     slack: int = SLACKS[0]
@@ -74,15 +81,15 @@ class Settings:
 
 
 def groups(request: Request) -> Placement:
-    """Place a batch in flexible groups; settings that the request does not give are those
-    of the least predicted time.
+    """Place a batch in flexible groups; settings that the request does not give are those with the least predicted
+    time.
     """
     found = all_groupings(request)
     return found[0] if len(found) == 1 else min(found, key=lambda placement: price_ns(request, placement))
 
 
 def all_groupings(request: Request) -> list[Placement]:
-    """The placements of all settings that the request leaves open, each once."""
+    """Return the placements of all settings that the request leaves open, without duplicates."""
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
@@ -101,6 +108,7 @@ def all_groupings(request: Request) -> list[Placement]:
 
 
 def _same(a: Pieces, b: Pieces) -> bool:
+    """Return whether two tables of pieces are equal."""
     return len(a) == len(b) and all(np.array_equal(getattr(a, n), getattr(b, n)) for n in a.names())
 
 
@@ -108,7 +116,7 @@ def _same(a: Pieces, b: Pieces) -> bool:
 
 
 def _settings(request: Request) -> list[Settings]:
-    """The settings to try: all that the request's argument leaves open, but for ``split``."""
+    """Return the settings to try: all combinations that the request's argument leaves open, except for ``split``."""
     given = _given(request)
     teams = [int(given["team"])] if "team" in given else team_sizes(request)
     slacks = (int(given["slack"]),) if "slack" in given else _slacks(request)
@@ -118,13 +126,17 @@ def _settings(request: Request) -> list[Settings]:
 
 
 def _slacks(request: Request) -> tuple[int, ...]:
-    """Slacks worth trying: the largest pays for exchanges that are dear against the work, not against whole layers."""
+    """Return the values of ``slack`` worth trying.
+
+    The largest is only worth it if exchanges are expensive compared with the work. On several nodes, this is so only if
+    layers consist of attention alone.
+    """
     attention_alone = request.cost.pairs_per_token(request.shape) <= 1
     return SLACKS if attention_alone or request.cluster.nodes == 1 else SLACKS[:-1]
 
 
 def _given(request: Request) -> dict[str, str]:
-    """The argument's settings, checked."""
+    """Return the settings in the request's argument; raise ValueError or Refused for wrong ones."""
     found: dict[str, str] = {}
     example = "as in groups:team=8+slack=2+long=whole"
     for part in filter(None, request.argument.split("+")):
@@ -148,7 +160,7 @@ def _given(request: Request) -> dict[str, str]:
 
 
 def _possible_teams(request: Request) -> list[int]:
-    """Sizes that divide a node and the heads; one rank where latents travel, because queries then cannot."""
+    """Return the team sizes that divide a node and the heads; only 1 if latents travel, because queries then cannot."""
     node, shape = request.cluster.ranks_per_node, request.shape
     if shape.latent is not None:
         return [1]
@@ -156,16 +168,18 @@ def _possible_teams(request: Request) -> list[int]:
 
 
 def _divides_heads(shape: Shape, team: int) -> bool:
+    """Return whether the query heads and KV heads can be divided over a team of this size."""
     keys = shape.kv_heads
     return shape.heads % team == 0 and (keys % team == 0 or team % keys == 0)
 
 
 def team_sizes(request: Request) -> list[int]:
-    """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node,
-    one rank and the largest.
+    """Return the team sizes worth trying.
 
-    A rank of a larger team moves less, as long as nobody else needs its KV heads. Where speeds differ one rank is tried
-    too: heads cannot be shared by speed, rows can.
+    The most promising size is the largest with which every rank has KV heads of its own: a larger team moves fewer
+    bytes per rank, as long as ranks do not share KV heads. If it is a whole node, no other size is tried; otherwise 1
+    and the largest possible size are tried too. They are also tried if ranks have different speeds, because rows can be
+    divided in proportion to speeds and heads cannot.
     """
     possible, cluster = _possible_teams(request), request.cluster
     own_keys = max(u for u in possible if request.shape.kv_heads % u == 0)
@@ -175,9 +189,10 @@ def team_sizes(request: Request) -> list[int]:
 
 
 def searched_settings(request: Request) -> list[str]:
-    """What ``auto`` asks for, as arguments: the sizes above with all settings, and over several nodes one rank as well.
+    """Return the arguments that ``auto`` tries: the sizes of :func:`team_sizes` with all settings, and on several nodes
+    also teams of one rank, if no document needs more than ``FEW_RANKS`` ranks.
 
-    Documents that need few ranks move least by rows. A document that needs many moves more than in teams.
+    Documents that need few ranks move the fewest bytes when cut by rows. Documents that need many move fewer in teams.
     """
     likely = team_sizes(request)
     found = [f"team={team}" for team in likely]
@@ -192,7 +207,7 @@ def searched_settings(request: Request) -> list[str]:
 
 
 def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pieces:
-    """Every document on ranks and teams."""
+    """Return the pieces of all documents: on which ranks and teams they are."""
     from flexcp.planners.groups.compiled_dealing import BIN, COLUMNS, DOC, HI, LO, deal
     from flexcp.planners.groups.compiled_team import split_by_heads
 
@@ -201,7 +216,7 @@ def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pi
     slack, poured = max(1, 100 // settings.slack), settings.long == "poured"
 
     def dealt(items: Ints, ranks: Ints, size: int) -> list[Ints]:
-        """The items of each unit of ``size`` of these ranks."""
+        """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of all ranks."""
         if len(ranks) == size:
             return [items]
         room = 0 if request.token_cap is None else request.token_cap * size
@@ -235,14 +250,14 @@ def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pi
 
 
 def _pace(speeds: Ints) -> Ints:
-    """Speeds over their mean, in the unit of the loops."""
+    """Return speeds relative to their mean, in the unit of the compiled loops."""
     from flexcp.planners.groups.compiled_dealing import PACE
 
     return np.asarray(np.maximum(speeds * PACE * len(speeds) // speeds.sum(), 1))
 
 
 def _joined(pieces: Pieces) -> Pieces:
-    """Neighbouring pieces of one document on the same ranks as one."""
+    """Return the pieces with adjacent pieces of one document on the same ranks joined."""
     apart = np.ones(len(pieces), bool)
     apart[1:] = np.any(
         [np.diff(getattr(pieces, name)) != 0 for name in ("first", "size", "document")]
@@ -253,7 +268,7 @@ def _joined(pieces: Pieces) -> Pieces:
 
 
 def _note(placement: Placement, settings: Settings) -> str:
-    """The settings, as ``groups:`` takes them, and how many ranks documents have."""
+    """Return the settings, in the form that ``groups:`` takes, and how many ranks documents have."""
     regions = placement.regions[0]
     computed = np.unique(regions.document * placement.ranks + regions.rank)
     ranks = np.bincount(computed // placement.ranks, minlength=placement.batch.documents)

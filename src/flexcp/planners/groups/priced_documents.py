@@ -1,6 +1,6 @@
-"""Priced documents: what a batch's documents cost, the arithmetic under :mod:`flexcp.planners.groups.groups`.
+"""Priced documents: the costs of a batch's documents, for :mod:`flexcp.planners.groups.groups`.
 
-Costs are in *pairs* (:mod:`flexcp.cost`) over all layers, all integers.
+Costs are integers in *pairs* (:mod:`flexcp.cost`), over all layers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from flexcp.simulator.copies import copy_mbps
 Ints = NDArray[np.int64]
 MILLION = 1_000_000
 LARGEST_LOAD = 1 << 49
-"""Loads of a batch are shifted below this together, so that compiled loops may multiply them by a pace."""
+"""The loads of a batch are shifted down together until their sum is below this, so that compiled loops can multiply
+them by a pace.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class PricedDocuments:
-    """Attention and load (attention and the rest of all layers) of every document; a token's ``linear`` price, and what
-    a row costs besides its area; ``exchange[u]`` is a token whose heads are split over ``u`` ranks, for each of them.
+    """The costs of a batch's documents in pairs over all layers.
+
+    ``attention`` and ``load`` (attention and the rest of the layers) are those of each document. ``linear`` is the cost
+    of a token outside attention, ``row`` the cost of a row besides its pairs, and ``exchange[u]`` the cost of a token
+    whose heads are split over ``u`` ranks, for each of these ranks. All but ``row`` may be shifted (``LARGEST_LOAD``).
     """
 
     attention: Ints
@@ -35,7 +40,7 @@ class PricedDocuments:
 
 
 def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
-    """The prices of a batch, for teams of the given sizes."""
+    """Return the costs of a batch, with ``exchange`` for teams of the given sizes."""
     batch, cost = request.batch, request.cost
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
@@ -54,10 +59,10 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
 
 
 def _exchange(request: Request, team: int) -> int:
-    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward,
-    and returns results.
+    """Return the cost of a split token for a rank of its team, in pairs of one layer.
 
-    Half of what travels is taken to be hidden; what a rank copies around it never is.
+    It is the time in which the rank receives its heads of a token from another rank, forward and backward, and returns
+    results. Half of the transfer time is assumed to be hidden; the copies before and after transfers never are.
     """
     cost, shape, cluster = request.cost, request.shape, request.cluster
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
@@ -67,10 +72,10 @@ def _exchange(request: Request, team: int) -> int:
     queries, keys = -(-shape.heads // team), -(-shape.kv_heads // team)
     inputs = queries * int(2 * wire[Kind.Q] + wire[Kind.DO]) + 2 * keys * int(wire[Kind.KV])
     results, summed = (queries * int(e[Kind.O] + e[Kind.DQ]) + keys * int(e[Kind.DKV]) for e in (wire, precise))
-    # Inputs are read and written at both ends; results are cleared, packed, and read twice and written where they are
-    # merged.
+    # Inputs are read and written at both ends. Results are cleared and packed at the sender, and read twice and written
+    # once where they are merged.
     copied = 4 * inputs + 2 * results + 4 * summed
-    # A million tokens, of which a rank keeps its part.
+    # Bytes of a million tokens, without those that the rank itself keeps.
     travelling, copying = (size * MILLION * (team - 1) // team for size in (inputs + results, copied))
     ns = int(cost.link_ns(np.array([travelling], np.int64), cluster.intra_mbps)[0]) // 2
     return (ns + copying * 1000 // copy_mbps(cluster)) // max(1, pair_ns)

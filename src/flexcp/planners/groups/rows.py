@@ -1,15 +1,14 @@
-"""Rows of pieces: which rows of its documents a rank or a team works on, who keeps them,
-and the placement that follows.
+"""Rows of pieces: which rows a rank or a team works on, which rank keeps them, and the resulting placement.
 
-A *piece* is a document's tokens between ``lo`` and ``hi`` for the ``size`` ranks from ``first`` on, as if every token
-were the same. Which rows stand for them is chosen for each cut document: the first of three ways that gives every piece
-its share of the load. Consecutive rows read the fewest keys; a zig-zag pairs light rows with heavy ones; and where
-neither is even, rows are counted by load instead of by tokens.
+A *piece* is the part of a document from token ``lo`` to ``hi``, for the ``size`` ranks from ``first`` on, as if all
+tokens had the same load. For each document that is cut, the actual rows are chosen in the first of three ways that
+gives every piece its share of the load. Consecutive rows read the fewest keys; a zig-zag pairs light rows with heavy
+ones; if neither is even, consecutive rows are divided by load instead of by tokens.
 
-A rank keeps the rows it works on alone. The rows of a team are kept by all of it: each rank in the proportion that
-levels tokens, or evenly where tokens cost less than their exchange. Where a rank then keeps more than it may, its last
-rows are kept by others, of its own node first. If there are teams, work stays where it was and queries and results
-travel; else the work goes with the rows, so that only keys do. So every limit is met that can be.
+A rank keeps the rows that it works on alone. The rows of a team are kept by all its ranks, in proportions that even out
+tokens, or evenly if tokens cost less than their exchange. If a rank then keeps more than it may, its last rows are kept
+by others, first by ranks of its own node. If there are teams, the work stays where it was, and queries and results
+travel; otherwise the work goes with the rows, so that only keys travel. So all limits that can be met are met.
 """
 
 from __future__ import annotations
@@ -30,12 +29,14 @@ from flexcp.planners.token_runs import equalised, head_regions, row_regions, run
 
 Ints = NDArray[np.int64]
 CLOSE_TO_EVEN = 64
-"""Within 1/64 of an even share nothing is done about rows or pads: cost models err by more."""
+"""Rows are not chosen in another way, and pads are accepted, if that costs at most 1/64 of an even share; cost models
+have larger errors.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Table):
-    """Parallel columns, in the order of documents and their tokens."""
+    """Pieces (see the module docstring), sorted by document and token."""
 
     first: Ints
     size: Ints
@@ -46,7 +47,7 @@ class Pieces(Table):
 
 @dataclass(frozen=True, eq=False)
 class Ranges(Table):
-    """Stream ranges of pieces."""
+    """Ranges of the stream, each with the number of its piece."""
 
     piece: Ints
     start: Ints
@@ -54,7 +55,7 @@ class Ranges(Table):
 
 
 def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> Placement:
-    """The placement of pieces in which every document is once."""
+    """Return the placement of pieces that contain every document exactly once."""
     batch, ranks = request.batch, request.ranks
     ranges = _rows(batch, priced, pieces)
     kept = _kept(request, priced, pieces, ranges)
@@ -76,7 +77,7 @@ def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> P
 
 
 def _rows(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> Ranges:
-    """The rows of all pieces, on the stream."""
+    """Return the rows of all pieces, as ranges of the stream."""
     number = np.arange(len(pieces), dtype=np.int64)
     whole = pieces.hi - pieces.lo == batch.lengths[pieces.document]
     found = [(number[whole], pieces.lo[whole], pieces.hi[whole])]
@@ -98,11 +99,14 @@ def _rows(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> Ranges:
 
 
 def _consecutive(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
+    """Return (first, last) row of each piece: the rows ``lo..hi``."""
     return pieces.lo, pieces.hi
 
 
 def _zigzag(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
-    """Each piece as one part from the front and one from the back of its document, next to each other."""
+    """Return (first, last) rows of each piece, two ranges for each: one from the front and one from the back of its
+    document.
+    """
     lo, hi, length = pieces.lo, pieces.hi, batch.lengths[pieces.document]
     first = np.stack([lo // 2, length - (hi - hi // 2)], axis=1).reshape(-1)
     last = np.stack([hi // 2, length - (lo - lo // 2)], axis=1).reshape(-1)
@@ -110,7 +114,7 @@ def _zigzag(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
 
 
 def _by_load(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> tuple[Ints, Ints]:
-    """Each piece as consecutive rows whose load is to the document's as its tokens are."""
+    """Return (first, last) row of each piece: consecutive rows with the load that its tokens stand for."""
     document, length = pieces.document, batch.lengths[pieces.document]
 
     def load_before(row: Ints) -> Ints:
@@ -119,7 +123,7 @@ def _by_load(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> tuple[Int
     each = load_before(length) // length
 
     def row_at(tokens: Ints) -> Ints:
-        """The first row before which lies the load of so many average tokens."""
+        """Return the first row before which lies the load of this many average tokens."""
         low, high = np.zeros_like(length), length
         while np.any(low < high):
             middle = (low + high) // 2
@@ -131,7 +135,10 @@ def _by_load(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> tuple[Int
 
 
 def _uneven(batch: Batch, priced: PricedDocuments, pieces: Pieces, first: Ints, last: Ints) -> NDArray[np.bool_]:
-    """Which pieces belong to a document of which some piece has clearly more load than its tokens stand for."""
+    """Return which pieces belong to a document of which some piece has clearly more load than its tokens stand for.
+
+    ``first`` and ``last`` are the rows of the pieces, the same number of ranges for each.
+    """
     document = np.repeat(pieces.document, len(first) // len(pieces))
     area = batch.weighted_rows_area(document, first, last).reshape(len(pieces), -1).sum(axis=1)
     starts = np.flatnonzero(np.diff(pieces.document, prepend=-1))
@@ -146,7 +153,7 @@ def _uneven(batch: Batch, priced: PricedDocuments, pieces: Pieces, first: Ints, 
 
 
 def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ranges) -> tuple[Ints, Ints, Ints]:
-    """(rank, start, stop) of what ranks keep, before any limit."""
+    """Return (rank, start, stop) of what ranks keep, before any limit is applied."""
     alone = pieces.size[ranges.piece] == 1
     rank = pieces.first[ranges.piece[alone]]
     found = [(rank, ranges.start[alone], ranges.stop[alone])]
@@ -158,7 +165,7 @@ def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ran
         if priced.linear <= priced.exchange[size] * size:
             held = np.zeros_like(held)
         given = sums(first, tokens, request.ranks)
-        # One column of shares for every rank, in the order of teams.
+        # In the row of each team's first rank: the cumulative shares of its ranks.
         shares = np.zeros((request.ranks, size + 1), np.int64)
         for begin in np.unique(first).tolist():
             shares[begin, 1:] = np.cumsum(_levelled(held[begin : begin + size], int(given[begin])))
@@ -171,7 +178,9 @@ def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ran
 
 
 def _levelled(held: Ints, tokens: int) -> Ints:
-    """How many of ``tokens`` each rank gets so that what they have ends level where that can be."""
+    """Return how many of ``tokens`` each rank gets so that ranks, which already have ``held`` tokens, end up as equal
+    as possible.
+    """
     order = np.argsort(held, kind="stable")
     before = np.cumsum(held[order])
     wet = int(np.sum(held[order] * np.arange(1, len(held) + 1) - before < tokens))
@@ -182,7 +191,9 @@ def _levelled(held: Ints, tokens: int) -> Ints:
 
 
 def _limit(request: Request, priced: PricedDocuments) -> int | None:
-    """The most tokens a rank may keep: the cap, and with equal tokens as many as pads may cost."""
+    """Return the most tokens a rank may keep, None for no limit: the token cap, and with equal tokens what pads may
+    cost.
+    """
     cap = request.token_cap
     if not request.equal_tokens:
         return cap
@@ -195,7 +206,7 @@ def _limit(request: Request, priced: PricedDocuments) -> int | None:
 def _within_limit(
     request: Request, priced: PricedDocuments, rank: Ints, start: Ints, stop: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """The same ranges, where a rank had more than the limit with its last ones kept by others."""
+    """Return the ranges of ranks, with the last ranges of ranks above the limit given to other ranks."""
     limit = _limit(request, priced)
     counts = sums(rank, stop - start, request.ranks)
     if limit is None or int(counts.max()) <= limit:

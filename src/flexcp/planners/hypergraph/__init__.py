@@ -1,1 +1,1 @@
-"""The strategy ``hypergraph``: blocks and tiles as a hypergraph, partitioned."""
+"""The strategy ``hypergraph``: token blocks and tiles of attention as a hypergraph that is partitioned over ranks."""

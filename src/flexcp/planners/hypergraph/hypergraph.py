@@ -1,23 +1,25 @@
-"""hypergraph: DCP's placement by hypergraph partitioning, with both balances kept, started from what ``blocks`` finds.
+"""hypergraph: DCP's placement by hypergraph partitioning, started from the placement of ``blocks`` and with both
+balances, compute and tokens, kept.
 
-Four files: the hypergraph of a batch (:mod:`~flexcp.planners.hypergraph.model`), partitions of it
+There are four other files: the hypergraph of a batch (:mod:`~flexcp.planners.hypergraph.model`), its partitions
 (:mod:`~flexcp.planners.hypergraph.partition`), our search over partitions (:mod:`~flexcp.planners.hypergraph.search`)
-and Mt-KaHyPar's V-cycles (:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This one is the strategy: rounds, each from
-the best placement so far (the first goes straight to the second step):
+and Mt-KaHyPar's V-cycles (:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This file is the strategy. It runs in rounds,
+each from the best placement so far; the first round begins with step 2:
 
-1. Mt-KaHyPar improves the partition by a V-cycle over nodes, then by one over the ranks of each node.
-2. *repair* brings every rank back within its compute and its tokens. Where bundles are too large, blocks are cut finer.
-3. *climb* saves bytes within both limits, until nothing is left to save.
+1. Mt-KaHyPar improves the partition with a V-cycle over nodes, then with one over the ranks of each node.
+2. *repair* brings every rank back within its limits on compute and tokens. If bundles are too large for this, blocks
+   are cut into smaller ones.
+3. *climb* saves bytes within both limits, until nothing more can be saved.
 
-A placement is taken when it moves fewer bytes, is no further over a limit than ``blocks``'s own and needs no more time
-on the links, forward and backward together. So the answer never moves more bytes than ``blocks`` at the same
-tolerances.
+The result of a round is accepted if it moves fewer bytes, is no further above a limit than the placement of ``blocks``,
+and needs no more time on the links, forward and backward together. So the result never moves more bytes than ``blocks``
+with the same tolerances.
 
-Tolerances are 0.1 each unless given. ``hypergraph:1024`` sets the tokens of a block; without it a batch has about 128
-blocks. Effort counts rounds.
+Both tolerances are 0.1 unless given. ``hypergraph:1024`` sets the tokens of a block; without it a batch has about 128
+blocks. The effort is the number of rounds.
 
-No clock is read, and Mt-KaHyPar is seeded. But it is compiled C++ with floating point inside, and cannot promise the
-same plan on every machine: such a plan is planned once and shared.
+No clock is read, and Mt-KaHyPar is seeded. But it is compiled C++ with floating point inside and cannot guarantee the
+same plan on every machine. So such a plan must be made once and shared.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ from flexcp.planners.token_runs import even_borders, is_scattered
 
 DEFAULT_TOLERANCE = 0.1
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+"""The least and the largest number of rounds if the request gives no effort."""
 ROUND_CELLS = 240_000
-"""Between those, as many rounds as make this many tiles x ranks."""
+"""Between ``FEWEST_ROUNDS`` and ``MOST_ROUNDS``, the number of rounds x tiles x ranks is at most this."""
 VIOLATION_WEIGHT = 2
-"""A rank that is over a limit by its mean weighs as much as this many times all bytes."""
+"""A rank that exceeds a limit by its mean costs as much as this many times all bytes."""
 FINER = 5
-"""How often repair is tried, each time with finer cuts."""
+"""How often repair is tried, each time with smaller blocks."""
 
 
 def hypergraph(request: Request) -> Placement:
@@ -74,7 +77,7 @@ def hypergraph(request: Request) -> Placement:
 
 
 def _block_size(request: Request) -> int | None:
-    """Tokens of a block, None for the default."""
+    """Return the tokens of a block that the request's argument gives, or None for the default."""
     if not request.argument:
         return None
     try:
@@ -89,7 +92,7 @@ def _block_size(request: Request) -> int | None:
 
 
 def _rounds(request: Request, first: _Candidate) -> int:
-    """How many rounds: the effort, or what a hypergraph of this size is worth."""
+    """Return the number of rounds: the effort, or a number that depends on the size of the hypergraph."""
     if request.ranks == 1 or first.bytes == 0:
         return 0
     if request.effort is not None:
@@ -99,7 +102,7 @@ def _rounds(request: Request, first: _Candidate) -> int:
 
 
 def _round(request: Request, best: _Candidate, size: int | None, limits: RankLimits, number: int) -> Placement | None:
-    """Partition (not in round 0), repair and climb, from the best placement so far; None when repair fails."""
+    """Partition (not in round 0), repair and climb from the best placement so far; return None if repair fails."""
     partition, weight = best.partition.copy(), VIOLATION_WEIGHT * best.bytes
     search = Search(partition, limits)
     if number:
@@ -127,17 +130,18 @@ class _Candidate:
     link_ns: int
 
     def within(self, limits: RankLimits) -> bool:
-        """Whether no rank has too much work or too many tokens."""
+        """Return whether no rank has too much work or too many tokens."""
         return bool((self.partition.loads <= limits.loads).all() and (self.partition.tokens <= limits.tokens).all())
 
 
 def _candidate(request: Request, placement: Placement, size: int | None) -> _Candidate:
+    """Return a placement as a candidate."""
     partition = Partition(make_tiling(request, placement, size), placement)
     return _Candidate(placement, partition, partition.bytes(), partition.link_ns(request.cost, request.cluster))
 
 
 def _limits(request: Request, first: _Candidate) -> RankLimits:
-    """Limits by the tolerances, and as far beyond them as ``blocks`` had to go."""
+    """Return the limits that the tolerances give, raised as far as the placement of ``blocks`` exceeds them."""
     batch, ranks, speeds = request.batch, request.ranks, request.cluster.rank_speeds
     assert request.compute_tolerance is not None and request.token_tolerance is not None
     have = first.partition.loads.tolist()

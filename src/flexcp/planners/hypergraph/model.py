@@ -1,19 +1,20 @@
 """The hypergraph of a batch: token blocks and tiles as vertices, what moves as nets.
 
-Documents are cut into token blocks, attention into tiles (mask, query block, key block, head group). Blocks and tiles
-are vertices. A *net* joins a block with the tiles that read the same tokens of it, and weighs what those tokens cost to
-move. So the sum of ``weight x (ranks spanned - 1)`` is the forward volume:
+Documents are cut into token blocks, and attention into tiles (mask, query block, key block, head group). Blocks and
+tiles are vertices. A *net* joins a block with the tiles that read the same tokens of it; its weight is the bytes of
+these tokens. So the sum of ``weight x (ranks spanned - 1)`` is the forward volume:
 
 - keys: one net with their block, ``kv`` bytes;
-- rows: one net with their block, ``q + o`` bytes, and one of the tiles alone, for what a partial output costs more than
-  a final one (once too few where the block's home computes none of it; our own search counts that too).
+- rows: one net with their block, ``q + o`` bytes, and one net of only the tiles, for the bytes that a partial output
+  has more than a final one. (If the block's own rank computes none of the tiles, this counts one rank too few; our own
+  search counts it correctly.)
 
-A block that some tiles read only in part (a window's edge, a sink) has a net for each set of tiles: volumes are exact
-to the token.
+If some tiles read only part of a block (at the edge of a window, or a sink), the block has a net for each set of tiles,
+so volumes are exact to the token.
 
-Blocks end where the placement we start from cuts, and elsewhere on a grid; tiles have its head groups. So that
-placement *is* a partition of the hypergraph, with exactly its bytes and balance, and nothing is lost before the search
-begins.
+Blocks end where the initial placement is cut, and otherwise on a grid; tiles have the head groups of that placement. So
+the initial placement *is* a partition of the hypergraph, with exactly its bytes and balance, and nothing is lost before
+the search begins.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from flexcp.shape import Kind, Shape
 Ints = NDArray[np.int64]
 
 DEFAULT_BLOCKS = 128
+"""About how many blocks a batch has if the block size is not given."""
 ROWS, KEYS = (Kind.Q, Kind.O), (Kind.KV,)
 BACKWARD = {ROWS: (Kind.Q, Kind.DO, Kind.DQ), KEYS: (Kind.KV, Kind.DKV)}
-"""What moves in the backward for what moves in the forward."""
+"""The kinds that move in the backward for those that move in the forward."""
 MOST_TILES = 1 << 24
-"""Tiles of a batch, empty ones included. Each takes some hundred bytes while they are made: an estimate, not measured.
+"""The most tiles of a batch, including empty ones. Each takes some hundred bytes while tiles are made (an estimate, not
+measured).
 """
 NO_CUTS = np.zeros(0, np.int64)
 
@@ -56,10 +59,10 @@ class Blocks(Table):
 
 @dataclass(frozen=True, eq=False)
 class Tiles(Table):
-    """Tiles with a non-empty mask.
+    """Tiles that contain pairs of the mask.
 
-    ``rows`` and ``keys`` are blocks, ``strip`` numbers a mask's query block and head group, ``load`` is pairs x query
-    heads x layers.
+    ``rows`` and ``keys`` are numbers of blocks; ``strip`` is the same number for all tiles of a mask, query block and
+    head group; ``load`` is pairs x query heads x layers.
     """
 
     mask: Ints
@@ -73,10 +76,10 @@ class Tiles(Table):
 
 @dataclass(frozen=True, eq=False)
 class Nets(Table):
-    """Tokens of a block that the same tiles read.
+    """Sets of tokens of a block that are read by the same tiles.
 
-    ``price`` is what they cost each rank that reads them away from home, ``extra`` what that costs more when several
-    ranks read them; ``back_price`` and ``back_extra`` are the same in the backward.
+    ``price`` is the bytes for each rank that reads them and does not keep them; ``extra`` is how many more bytes that
+    is if several ranks read them. ``back_price`` and ``back_extra`` are the same for the backward.
     """
 
     block: Ints
@@ -96,7 +99,7 @@ class Pins(Table):
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """The hypergraph of a batch. Tiles are sorted by strip, then keys; pins by net."""
+    """The hypergraph of a batch; tiles are sorted by strip, then keys; pins by net."""
 
     batch: Batch
     ranks: int
@@ -107,7 +110,7 @@ class Tiling:
 
 
 def make_tiling(request: Request, placement: Placement, size: int | None, cuts: Ints = NO_CUTS) -> Tiling:
-    """The hypergraph, cut where ``placement`` cuts, at ``cuts``, and elsewhere every ``size`` tokens."""
+    """Return the hypergraph, cut where ``placement`` is cut, at ``cuts``, and otherwise every ``size`` tokens."""
     batch = request.batch
     borders = _default_borders(placement, cuts) if size is None else _borders(placement, size, cuts)
     grid = Blocks(borders[:-1], borders[1:], batch.document_of(borders[:-1]))
@@ -124,7 +127,7 @@ def make_tiling(request: Request, placement: Placement, size: int | None, cuts: 
 
 
 def _refuse_small_blocks(batch: Batch, grid: Blocks, groups: _HeadGroups) -> None:
-    """For blocks so small that their pairs would not fit in memory."""
+    """Raise Refused if blocks are so small that their tiles would not fit in memory."""
     blocks = np.bincount(grid.document, minlength=batch.documents)
     tiles = int((blocks * blocks * np.diff(groups.first)).sum()) * len(batch.masks)
     if tiles > MOST_TILES:
@@ -138,7 +141,7 @@ def _refuse_small_blocks(batch: Batch, grid: Blocks, groups: _HeadGroups) -> Non
 
 
 def _default_borders(placement: Placement, cuts: Ints) -> Ints:
-    """The finest grid with about the default number of blocks in all."""
+    """Return the borders of the finest grid with about the default number of blocks."""
     tokens, documents = placement.batch.tokens, placement.batch.documents
     size = max(1, -(-tokens // DEFAULT_BLOCKS))
     while len(found := _borders(placement, size, cuts)) > DEFAULT_BLOCKS + documents and size < tokens:
@@ -147,8 +150,8 @@ def _default_borders(placement: Placement, cuts: Ints) -> Ints:
 
 
 def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
-    """Stream positions of block borders: documents, the placement's cuts and others,
-    and a grid where those leave room.
+    """Return the borders of blocks in the stream: ends of documents, cuts of the placement, ``cuts``, and a grid where
+    these leave room.
     """
     batch = placement.batch
     found = [batch.starts, placement.runs.start, placement.runs.stop, cuts]
@@ -165,7 +168,9 @@ def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class _HeadGroups:
-    """Head groups of all documents: those of document d are ``first[d]:first[d + 1]``; none has more than ``most``."""
+    """Head groups of all documents: those of document d are ``first[d]:first[d + 1]``; no document has more than
+    ``most``.
+    """
 
     first: Ints
     h0: Ints
@@ -174,7 +179,7 @@ class _HeadGroups:
 
 
 def _head_groups(placement: Placement, shape: Shape) -> _HeadGroups:
-    """Each document's query heads, cut where any of its regions cuts them."""
+    """Return the query heads of each document, cut where any of its regions cuts them."""
     documents = np.arange(placement.batch.documents)
     owner = np.concatenate([documents, *(r.document for r in placement.regions)])
     head = np.concatenate([np.zeros_like(documents), *(r.h0 for r in placement.regions)])
@@ -187,7 +192,9 @@ def _head_groups(placement: Placement, shape: Shape) -> _HeadGroups:
 
 
 def _mask_tiling(request: Request, grid: Blocks, groups: _HeadGroups, number: int) -> tuple[Tiles, Nets, Pins]:
-    """Tiles, nets and pins of one mask. A pair of blocks is one tile for each head group of its document."""
+    """Return the tiles, nets and pins of mask ``number``; a pair of blocks is one tile for each head group of its
+    document.
+    """
     batch, mask, document = request.batch, request.batch.masks[number], grid.document
     first = offsets(np.bincount(document, minlength=batch.documents))
     rows, within = spread(np.diff(first)[document])
@@ -214,10 +221,12 @@ def _mask_tiling(request: Request, grid: Blocks, groups: _HeadGroups, number: in
 
 
 def _same_readers(block: Ints, tile: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Tokens of a block that the same tiles read: (block, tokens) of each such set, and its members (set, tile).
+    """Return sets of tokens of a block that are read by the same tiles: (block, tokens) of each set, (set, tile) of
+    members.
 
-    ``block`` is each tile's; the rest lists what tiles read of it. Reads cut a block into intervals, and intervals with
-    the same tiles are one set; tiles are compared by sums of random labels.
+    ``block`` is the block of each tile; ``tile``, ``start`` and ``stop`` list the ranges of it that tiles read. The
+    ranges cut a block into intervals, and intervals with the same tiles are one set. Sets of tiles are compared by sums
+    of random labels.
     """
     tile, start, stop = united(tile, start, stop)
     wide = int(stop.max(initial=0)) + 1
@@ -252,7 +261,11 @@ def _by_heads(
     member_tile: Ints,
     tile_first: Ints,
 ) -> tuple[Nets, Pins]:
-    """A net for each set of tokens and head group of its document."""
+    """Return the nets and pins of one side (rows or keys), with a net for each set of tokens and each head group.
+
+    ``block``, ``tokens``, ``member_set`` and ``member_tile`` are the result of :func:`_same_readers`; ``tile_first`` is
+    the first tile of each pair of blocks.
+    """
     count = np.diff(groups.first)[document[block]]
     of, group = spread(count)
     at = groups.first[document[block[of]]] + group

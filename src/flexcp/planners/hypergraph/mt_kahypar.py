@@ -1,7 +1,8 @@
 """Mt-KaHyPar's part: V-cycles that improve a partition over nodes, then over the ranks of each node.
 
-The partitioner knows one weight for a vertex: a share of tokens plus a share of compute, mixed differently from round
-to round. It runs a deterministic preset on one thread with a seed (its others do not repeat themselves).
+The partitioner has one weight per vertex: a share of tokens plus a share of compute, in proportions that change from
+round to round. It runs a deterministic preset on one thread with a seed; its other presets do not give the same result
+twice.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 TOKEN_SHARES = ((1, 1), (1, 2), (2, 1))
-"""What all tokens and all compute weigh in the partitioner's one weight, round by round."""
+"""The proportions of all tokens and all compute in the partitioner's weights, round by round."""
 QUALITY_VERTICES = 2_000
-"""Up to this many vertices are worth the partitioner's better and slower preset."""
+"""Up to this many vertices, the partitioner's better and slower preset is used."""
 SCALE = 1 << 28
-"""What all parts may hold together, of the partitioner's 32 bits."""
+"""The sum of the limits of all parts; the partitioner has 32 bits."""
 
 
 def partitioner(strategy: str = "hypergraph") -> Any:
-    """Mt-KaHyPar on one thread: an optional package, initialised once in a process."""
+    """Return Mt-KaHyPar, initialised for one thread; raise Refused if the optional package is not installed."""
     try:
         return initialised()
     except ImportError:
@@ -39,14 +40,14 @@ def partitioner(strategy: str = "hypergraph") -> Any:
 
 @cache
 def initialised() -> Any:
-    """The package itself."""
+    """Return the package's initialised object; a process can initialise it only once."""
     import mtkahypar
 
     return mtkahypar.initialize(1, False)
 
 
 def improve(search: Search, seed: int) -> None:
-    """A V-cycle over nodes, then one over the ranks of each node."""
+    """Improve the partition with a V-cycle over nodes, then with one over the ranks of each node."""
     p, nodes = search.partition, search.limits.nodes
     if nodes[-1] > 0:
         _settle(search, *_vcycle(search, nodes, seed))
@@ -60,10 +61,10 @@ def improve(search: Search, seed: int) -> None:
 
 
 def _vcycle(search: Search, part_of: Ints, seed: int) -> tuple[Ints, Ints]:
-    """The parts of blocks and tiles after Mt-KaHyPar has improved those they are in; -1 for what is in none.
+    """Return the parts of blocks and tiles after Mt-KaHyPar has improved the present ones; -1 for what is in no part.
 
-    ``part_of`` is the part of each rank. Tokens that may not move are one vertex per part, so heavy that no part can
-    hold two.
+    ``part_of`` is the part of each rank. If tokens must not move, those of each part are one vertex, so heavy that no
+    part can hold two of them.
     """
     p, t = search.partition, search.partition.tiling
     parts, count = int(part_of.max()) + 1, len(t.blocks)
@@ -82,19 +83,22 @@ def _vcycle(search: Search, part_of: Ints, seed: int) -> tuple[Ints, Ints]:
         if not held:
             part[movable] = found
         elif len(np.unique(found[:held])) == held:
-            # Parts are named after the tokens they hold.
+            # Each part gets the number of the fixed tokens that it holds.
             part[movable] = np.argsort(found[:held], kind="stable")[found[held:]]
     return part[:count], part[count:]
 
 
 def _weights(search: Search, part_of: Ints, movable: Bools, shares: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """One weight for movable vertices, and the most of it each part may hold: shares of tokens and of compute."""
+    """Return the weights of movable vertices, and the limit of each part.
+
+    ``shares`` are the proportions of all tokens and all compute in the weights.
+    """
     t, (token_share, load_share) = search.partition.tiling, shares
     tokens, load = token_share / search.mean_tokens, load_share / search.mean_load
     weights = np.concatenate([(t.blocks.stop - t.blocks.start) * tokens, t.tiles.load * load])[movable]
     most = search.limits.tokens * tokens + search.limits.loads * load
     limits = np.array([most[part_of == part].sum() for part in range(int(part_of.max()) + 1)])
-    # What is over already must have its place: the partitioner refuses limits that cannot hold all.
+    # The partitioner rejects limits that cannot hold all vertices, so they are raised if there is too much already.
     limits *= max(1.0, weights.sum() / limits.sum())
     scale = SCALE / limits.sum()
     return (weights * scale).astype(np.int64).tolist(), np.ceil(limits * scale).astype(np.int64).tolist()
@@ -103,7 +107,7 @@ def _weights(search: Search, part_of: Ints, movable: Bools, shares: tuple[int, i
 def _improved(
     nets: list[list[int]], prices: list[int], weights: list[int], most: list[int], part: list[int], seed: int
 ) -> Ints:
-    """The part of each vertex after one V-cycle from ``part``; a part holds at most its ``most`` of the weights."""
+    """Return the part of each vertex after one V-cycle from ``part``; a part holds at most its ``most`` of weights."""
     import mtkahypar
 
     presets, mt = mtkahypar.PresetType, partitioner()
@@ -120,9 +124,10 @@ def _improved(
 
 
 def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], list[int]]:
-    """The nets among vertices (-1 is none) as Mt-KaHyPar takes them, and prices that fit its 32 bits.
+    """Return (nets as Mt-KaHyPar takes them, their prices in its 32 bits), for the vertices of blocks and tiles (-1:
+    none).
 
-    A net without its block, for the extra price, follows those with their blocks.
+    First come the nets with their blocks, then nets without their blocks, for the extra price.
     """
     count, tile = len(t.nets), len(t.blocks) + t.pins.tile
     dear = t.nets.extra[t.pins.net] > 0
@@ -143,8 +148,9 @@ def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], lis
 
 
 def _settle(search: Search, owner: Ints, worker: Ints) -> None:
-    """Give what changed its node a rank there: strips one that has most of what they read,
-    blocks one that reads most of them.
+    """Give blocks and tiles that changed their node a rank in the new node.
+
+    Strips of tiles go to the rank that has most of what they read, blocks to the rank that reads most of them.
     """
     p, t, nodes = search.partition, search.partition.tiling, search.limits.nodes
     changed = worker != nodes[p.worker]
@@ -162,7 +168,7 @@ def _settle(search: Search, owner: Ints, worker: Ints) -> None:
 
 
 def _nearest(search: Search, bundles: Bundles, node: Ints) -> Ints:
-    """For each bundle the rank of its node that has most of its nets, the least loaded among equals."""
+    """Return for each bundle the rank of its node that has most of its nets; of equal ones, the least loaded."""
     p, t, nodes = search.partition, search.partition.tiling, search.limits.nodes
     of = np.repeat(np.arange(len(node)), np.diff(bundles.first))
     has = p.reads[bundles.net] | (p.owner[t.nets.block[bundles.net]][:, None] == np.arange(t.ranks))

@@ -1,8 +1,7 @@
-"""Partitions of a hypergraph: who keeps each block and computes each tile.
-Made from a placement, and turned back into one.
+"""Partitions of a hypergraph: which rank keeps each block and computes each tile.
 
-What a partition moves and how its ranks are loaded follow from a few sums per net and rank, which also make moves cheap
-to judge.
+A partition is made from a placement and can be turned back into one. The bytes that it moves and the loads of its ranks
+follow from a few sums per net and rank, with which moves can be judged quickly.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ Ints = NDArray[np.int64]
 
 
 class Partition:
-    """Who keeps each block (``owner``) and computes each tile (``worker``),
-    with the sums that make moves cheap to judge.
+    """Which rank keeps each block (``owner``) and computes each tile (``worker``), with sums for judging moves.
 
-    ``counts[net, rank]`` is how many of the net's tiles the rank computes, ``reads`` whether any, ``readers[net]`` by
-    how many ranks.
+    ``counts[net, rank]`` is how many of the net's tiles the rank computes, ``reads`` whether it computes any, and
+    ``readers[net]`` how many ranks do.
     """
 
     def __init__(self, tiling: Tiling, placement: Placement) -> None:
@@ -41,7 +39,7 @@ class Partition:
         self.count()
 
     def count(self) -> None:
-        """All sums from owners and workers."""
+        """Compute all sums from owners and workers."""
         t = self.tiling
         flat = np.bincount(t.pins.net * t.ranks + self.worker[t.pins.tile], minlength=len(t.nets) * t.ranks)
         self.counts = flat.reshape(len(t.nets), t.ranks)
@@ -51,20 +49,22 @@ class Partition:
         self.tokens = sums(self.owner, t.blocks.stop - t.blocks.start, t.ranks)
 
     def copy(self) -> Partition:
-        """The same partition, to be changed."""
+        """Return a copy that can be changed."""
         other = copy.copy(self)
         other.owner, other.worker = self.owner.copy(), self.worker.copy()
         other.count()
         return other
 
     def bytes(self) -> int:
-        """Forward bytes of all layers."""
+        """Return the forward bytes of all layers."""
         nets, home = self.tiling.nets, self.owner[self.tiling.nets.block]
         away = self.readers - self.reads[np.arange(len(home)), home]
         return int((away * (nets.price + np.where(self.readers > 1, nets.extra, 0))).sum())
 
     def link_ns(self, cost: CostModel, cluster: Cluster) -> int:
-        """Time of all bytes, forward and backward, through one port inside a node and one between nodes."""
+        """Return the time of all bytes, forward and backward, through one port inside a node and one port between
+        nodes.
+        """
         nodes = np.arange(cluster.ranks) // cluster.ranks_per_node
         nets, home = self.tiling.nets, self.owner[self.tiling.nets.block]
         extra = np.where(self.readers > 1, nets.extra + nets.back_extra, 0)
@@ -76,7 +76,9 @@ class Partition:
 
 
 def _workers(tiling: Tiling, placement: Placement) -> Ints:
-    """The rank of the region each tile lies in. Regions end at block borders and hold whole head groups."""
+    """Return the rank of the region that contains each tile; regions end at borders of blocks and hold whole head
+    groups.
+    """
     tiles, wide = tiling.tiles, len(tiling.blocks) + 1
     worker = np.zeros(len(tiles), np.int64)
     order = tiles.strip * wide + tiles.keys
@@ -102,7 +104,7 @@ def _workers(tiling: Tiling, placement: Placement) -> Ints:
 
 
 def placement_of(request: Request, before: Placement, partition: Partition) -> Placement:
-    """Runs and regions of a partition; with a fixed layout the runs are those of ``before``."""
+    """Return the placement of a partition; with a fixed layout its runs are those of ``before``."""
     t = partition.tiling
     regions = tuple(_regions(partition, number) for number in range(len(t.batch.masks)))
     if request.layout is not None:
@@ -114,10 +116,10 @@ def placement_of(request: Request, before: Placement, partition: Partition) -> P
 
 
 def _regions(partition: Partition, number: int) -> Regions:
-    """Tiles of one mask joined along keys, then rows, then heads.
+    """Return the regions of mask ``number``: tiles joined along keys, then rows, then heads.
 
-    Between neighbouring tiles of a strip there is nothing to compute, so a region reaches to the next one's keys, and
-    the outer ones of a strip to the document's ends.
+    There are no pairs between adjacent tiles of a strip, so a region extends to the keys of the next one, and the outer
+    regions of a strip extend to the ends of the document.
     """
     t, mine = partition.tiling, partition.tiling.tiles.mask == number
     tiles, rank = t.tiles.take(mine), partition.worker[mine]
@@ -135,7 +137,7 @@ def _regions(partition: Partition, number: int) -> Regions:
 
 
 def _joined(regions: Regions, low: str, high: str) -> Regions:
-    """Regions that differ only in touching ranges ``low..high`` become one."""
+    """Return the regions, with those that differ only in adjacent ranges ``low..high`` joined."""
     if not len(regions):
         return regions
     others = [name for name in Regions.names() if name not in (low, high)]

@@ -1,9 +1,9 @@
-"""Search over partitions: bundles of work and tokens that move between ranks, judged by the exact bytes they add.
+"""Search over partitions: bundles of work and tokens move between ranks, judged by the exact bytes that they add.
 
-- *repair*: while a rank is over its compute or its tokens, the bundle (a tile, a strip of tiles, a block, blocks with
-  their work) that takes most violation away for its bytes moves elsewhere. Where bundles are too large, ``cuts`` says
-  where blocks should be finer.
-- *climb*: bundles that save bytes and fit both limits move, or two of them change places, until none is left.
+- *repair*: while a rank exceeds its limit on compute or tokens, the best bundle moves to another rank (a strip of
+  tiles, a block, blocks with their work, and so on): the one that reduces the excess most for the bytes it adds. If
+  bundles are too large, ``cuts`` says where blocks should be cut.
+- *climb*: bundles that save bytes and fit both limits move, or two of them are exchanged, until none is left.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 REPAIRS = 4
-"""Moves for each rank that repair may take."""
+"""How many moves per rank a repair may make."""
 SWEEPS = 8
+"""How many times a climb looks at all bundles."""
 EXCHANGES = 8
-"""Exchanges tried for each rank in one sweep."""
+"""How many exchanges are tried for each rank in one sweep."""
 MILLION = 1_000_000
 FORBIDDEN = 1 << 62
+"""The score of a move that is not allowed."""
 CHUNK = 1 << 20
-"""Numbers in one temporary array."""
+"""The most numbers in one temporary array."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankLimits:
-    """The most load and tokens of each rank, its node, and whether tokens may move."""
+    """The most load and tokens of each rank, the node of each rank, and whether tokens may move."""
 
     loads: Ints
     tokens: Ints
@@ -47,9 +49,9 @@ class RankLimits:
 class Bundles:
     """What may move together: tiles of one rank, blocks it keeps, or both.
 
-    Bundle i leaves rank ``source[i]`` with its ``load[i]`` and ``tokens[i]``. Its blocks and tiles are those whose
-    label is ``name[i]``; what is in no bundle has label -1. Its nets are ``net[first[i]:first[i + 1]]``, with ``count``
-    of its tiles in each (none where only a block's move matters).
+    Bundle i leaves rank ``source[i]`` with its ``load[i]`` and ``tokens[i]``. Its blocks and tiles are those with label
+    ``name[i]``; what is in no bundle has label -1. Its nets are ``net[first[i]:first[i + 1]]``, with ``count`` of its
+    tiles in each (0 if only the move of a block matters).
     """
 
     block_label: Ints
@@ -63,7 +65,7 @@ class Bundles:
     count: Ints
 
     def take(self, index: Ints) -> Bundles:
-        """The bundles at ``index``."""
+        """Return the bundles at ``index``."""
         size = np.diff(self.first)[index]
         each, within = spread(size)
         at = self.first[index][each] + within
@@ -72,7 +74,7 @@ class Bundles:
 
 
 class Search:
-    """Repair and climb: bundles that move between ranks within limits."""
+    """Repair and climb: moves bundles between ranks within limits."""
 
     def __init__(self, partition: Partition, limits: RankLimits) -> None:
         self.partition, self.limits = partition, limits
@@ -88,7 +90,11 @@ class Search:
     # -- repair
 
     def repair(self, weight: int) -> bool:
-        """Move bundles off the rank that is most over, each the best for its bytes; whether none is over in the end."""
+        """Move bundles off the rank that exceeds its limits most, each time the best for its bytes; return whether none
+        is left.
+
+        ``weight`` is the cost in bytes of exceeding a limit by the mean.
+        """
         p = self.partition
         for _ in range(REPAIRS * p.tiling.ranks):
             now = self._violation(p.loads, p.tokens, self.limits.loads, self.limits.tokens)
@@ -103,8 +109,9 @@ class Search:
         return False
 
     def _relief(self, bundles: Bundles, rank: int, now: Ints, weight: int) -> tuple[int, Bundles, int]:
-        """(score, bundle, target) of the best move off ``rank``:
-        bytes added, and violation taken away by its weight.
+        """Return (score, bundle, target) of the best move off ``rank``.
+
+        The score is the bytes that the move adds plus the change of the excess ``now`` multiplied by its weight.
         """
         p, most_load, most_tokens = self.partition, self.limits.loads, self.limits.tokens
         left = self._violation(
@@ -123,16 +130,17 @@ class Search:
         return int(score[at, target]), chosen.take(np.array([at])), target
 
     def _violation(self, load: Ints, tokens: Ints, most_load: Ints, most_tokens: Ints) -> Ints:
-        """How far loads and tokens are over, in millionths of the mean (up to eight means),
-        linear plus ten times quadratic.
+        """Return how far loads and tokens exceed their limits, as a penalty.
+
+        The excess x is in millionths of the mean (up to eight means); the penalty is x + x * x / 100,000.
         """
         x = _millionths(load - most_load, self.mean_load)
         y = _millionths(tokens - most_tokens, self.mean_tokens)
         return np.asarray(x + x * x // 100_000 + y + y * y // 100_000)
 
     def cuts(self) -> Ints:
-        """Where blocks of ranks that are still over would be cut,
-        so that there are bundles of the size of the excess.
+        """Return where to cut blocks of ranks that still exceed limits, so that there are bundles of the size of the
+        excess.
         """
         p, t, found = self.partition, self.partition.tiling, [NO_CUTS]
         size = t.blocks.stop - t.blocks.start
@@ -160,7 +168,7 @@ class Search:
                 return
 
     def _climb(self, bundles: Bundles) -> bool:
-        """Move the bundles that save bytes, those that save most first; whether any did."""
+        """Move the bundles that save bytes, those that save most first; return whether any moved."""
         change = self._allowed(bundles).min(axis=1, initial=0)
         moved = False
         for i in np.argsort(change, kind="stable")[: np.count_nonzero(change)]:
@@ -175,10 +183,10 @@ class Search:
         return moved
 
     def _exchange(self) -> bool:
-        """Exchange bundles of two ranks where that saves bytes and both still fit; whether any were.
+        """Exchange bundles of two ranks if that saves bytes and both still fit; return whether any were exchanged.
 
-        Pairs are found by what either move alone would change, and judged by what both do. Columns and single tiles are
-        left out.
+        Pairs are found by what each move alone would change, and judged by what both together do. Columns and single
+        tiles are left out.
         """
         kinds = list(self._kinds(None))[:-2]
         change = np.concatenate([self._changes(bundles) for bundles in kinds])
@@ -204,7 +212,7 @@ class Search:
         return moved
 
     def _swap(self, one: Bundles, two: Bundles) -> bool:
-        """Exchange two bundles if that saves bytes within limits."""
+        """Exchange two bundles if that saves bytes within limits; return whether it did."""
         p, a, b = self.partition, int(one.source[0]), int(two.source[0])
         if not self._whole(one) or not self._whole(two):
             return False
@@ -226,13 +234,14 @@ class Search:
     # -- bundles
 
     def _kinds(self, rank: int | None) -> Iterator[Bundles]:
-        """Bundles of every kind, of all ranks or of one (then without single tiles)."""
+        """Yield the bundles of every kind, of all ranks or of one (then without single tiles)."""
         p, t = self.partition, self.partition.tiling
         tiles = np.ones(len(p.worker), bool) if rank is None else p.worker == rank
         kept = np.ones(len(p.owner), bool) if rank is None else p.owner == rank
         no_block, no_tile = np.full(len(p.owner), -1, np.int64), np.full(len(p.worker), -1, np.int64)
         if self.limits.free:
-            # A block; a block and a run of blocks with what is computed at home; all of a document.
+            # Kinds with blocks: a block; a block with the tiles computed on its rank; a run of blocks with such tiles;
+            # everything that a rank has of a document.
             block, rows, document = np.arange(len(p.owner)), t.tiles.rows, t.blocks.document
             border = (document[1:] != document[:-1]) | (p.owner[1:] != p.owner[:-1])
             run = np.append(0, np.cumsum(border))
@@ -248,7 +257,7 @@ class Search:
             yield self.bundles(no_block, np.arange(len(p.worker)))
 
     def bundles(self, block_label: Ints, tile_label: Ints) -> Bundles:
-        """The bundles that labels describe."""
+        """Return the bundles that labels of blocks and tiles describe (-1: in no bundle)."""
         p, t = self.partition, self.partition.tiling
         in_blocks, in_tiles = np.flatnonzero(block_label >= 0), np.flatnonzero(tile_label >= 0)
         name = np.unique(np.concatenate([block_label[in_blocks], tile_label[in_tiles]]))
@@ -276,20 +285,20 @@ class Search:
         )
 
     def _whole(self, one: Bundles) -> bool:
-        """Whether a bundle is still all on its source."""
+        """Return whether all of a bundle is still on its source."""
         p = self.partition
         tiles, kept = p.worker[one.tile_label == one.name], p.owner[one.block_label == one.name]
         return bool((tiles == one.source).all() and (kept == one.source).all())
 
     def _allowed(self, bundles: Bundles) -> Ints:
-        """Bytes that moving each bundle to each rank would add; forbidden where it does not fit."""
+        """Return the bytes that moving each bundle to each rank would add, ``FORBIDDEN`` where it does not fit."""
         p, load, tokens = self.partition, bundles.load[:, None], bundles.tokens[:, None]
         over = (load > 0) & (p.loads + load > self.limits.loads)
         over |= (tokens > 0) & (p.tokens + tokens > self.limits.tokens)
         return np.where(over, FORBIDDEN, self._changes(bundles))
 
     def _changes(self, bundles: Bundles) -> Ints:
-        """Bytes that moving each bundle to each rank would add."""
+        """Return the bytes that moving each bundle to each rank would add."""
         ranks, bundle_count = self.partition.tiling.ranks, len(bundles.name)
         total = np.zeros((bundle_count, ranks), np.int64)
         low = 0
@@ -301,6 +310,7 @@ class Search:
         return total
 
     def _changes_between(self, bundles: Bundles, low: int, high: int) -> Ints:
+        """Return the bytes that moving each of the bundles ``low..high`` to each rank would add."""
         p, t, first = self.partition, self.partition.tiling, bundles.first[low : high + 1]
         net, count = bundles.net[first[0] : first[-1]], bundles.count[first[0] : first[-1]]
         of = np.repeat(np.arange(low, high), np.diff(first))
@@ -315,7 +325,7 @@ class Search:
         def cost(readers: Ints, home_reads: Ints | Bools) -> Ints:
             return np.asarray((readers - home_reads) * (price + np.where(readers > 1, extra, 0)))
 
-        # A target either reads these tokens already or begins to; it is their new home when their block follows.
+        # A target rank either reads these tokens already or begins to. If their block moves along, it keeps them too.
         stays = at_home & ~(leaves & (home == source))
         old = cost(left, np.where(follows, 1, stays))
         new = cost(left + moves, np.where(follows, moves, stays))
@@ -331,7 +341,7 @@ class Search:
         return change
 
     def _move(self, one: Bundles, target: int) -> None:
-        """Move a single bundle."""
+        """Move a single bundle to rank ``target`` and update all sums."""
         p, source = self.partition, int(one.source[0])
         p.counts[one.net, source] -= one.count
         p.counts[one.net, target] += one.count
@@ -345,7 +355,7 @@ class Search:
 
 
 def _millionths(over: Ints, mean: int) -> Ints:
-    """Excess in millionths of the mean, rounded up, from 0 to eight means."""
+    """Return the excess in millionths of the mean, rounded up, between 0 and eight means."""
     shift = max(0, mean.bit_length() - 40)
     scaled = (np.clip(over, 0, 8 * mean) + (1 << shift) - 1) >> shift
     return np.asarray(-(-scaled * MILLION // (mean >> shift)))

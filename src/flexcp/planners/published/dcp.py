@@ -1,24 +1,25 @@
-"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), a hypergraph of token blocks and computation blocks,
-cut from nothing.
+"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), by partitioning a hypergraph of token blocks and computation
+blocks.
 
-The paper's steps, and where each is:
+The steps of the paper, and how each is done here:
 
-1. *Blocks*: `dcp:1024` cuts documents into blocks of so many tokens (without it a batch has about 128 blocks). The
-   queries, keys and outputs of a token block live together; a computation block is a (query block, key block, KV head
-   with its queries), as fine as DCP's.
-2. *Hypergraph* (:mod:`flexcp.planners.hypergraph.model`, the one that our `hypergraph` refines): vertices are token
-   blocks and computation blocks, a net joins the block of queries, keys or outputs with all that touch it and weighs
-   its bytes, so that the sum of weight x (parts spanned - 1) is the forward volume.
-3. *Partition* over nodes, tolerance 0.4, then inside each node over its ranks, tolerance 0.1, by Mt-KaHyPar with no
-   start. A block that another node keeps is a vertex without weight where its readers are divided, as in DCP's code.
-   The paper asks for both tokens and work within the tolerance, but Mt-KaHyPar has one weight for a vertex. DCP's code
-   lets tokens outweigh all work, and work is then up to nine times the mean on ragged lengths. Here both are tried,
-   tokens over work and equal shares of either, and the partition is taken whose rank furthest over a mean is least so.
-4. *Divisions* by its greedy rule (:mod:`~flexcp.planners.published.dcp_divisions`).
-5. *Two levels*: what several ranks of a node need crosses to it once and is passed on inside.
+1. *Blocks*: `dcp:1024` cuts documents into blocks of this many tokens; without a number, a batch has about 128 blocks.
+   The queries, keys and outputs of a token block stay together. A computation block is a (query block, key block, KV
+   head with its query heads), as fine as DCP's.
+2. *Hypergraph* (:mod:`flexcp.planners.hypergraph.model`, the one that our `hypergraph` uses): vertices are token blocks
+   and computation blocks. A net joins a block of queries, keys or outputs with everything that reads or writes it, and
+   its weight is its bytes, so that the sum of weight x (parts spanned - 1) is the forward volume.
+3. *Partition* over nodes with tolerance 0.4, then inside each node over its ranks with tolerance 0.1, by Mt-KaHyPar
+   without an initial partition. A block that another node keeps is a vertex without weight when its readers are
+   divided, as in DCP's code. The paper asks for both tokens and work within the tolerance, but Mt-KaHyPar has only one
+   weight per vertex. In DCP's code tokens outweigh all work, and work is then up to nine times the mean for ragged
+   lengths. Here two weightings are tried, tokens far above work and both equal, and the partition whose largest excess
+   over a mean is smaller is taken.
+4. *Divisions* by DCP's greedy rule (:mod:`~flexcp.planners.published.dcp_divisions`).
+5. *Two levels*: what several ranks of a node need crosses to the node once and is passed on inside.
 
 Partitioning is seeded and runs on one thread with a deterministic preset, but it is compiled C++ with floating point
-inside: plans are made once and shared. Seconds, and the package of `hypergraph`.
+inside, so plans must be made once and shared. Planning takes seconds and needs the same package as `hypergraph`.
 """
 
 from __future__ import annotations
@@ -42,20 +43,25 @@ from flexcp.planners.token_runs import check_cap
 
 Ints = NDArray[np.int64]
 NODE_TOLERANCE, RANK_TOLERANCE = 0.4, 0.1
+"""The tolerances of the paper, for the division over nodes and over the ranks of a node."""
 TOKEN_SHARES = (1, 64)
-"""How many times as much as all work all tokens weigh: equal shares, and as in DCP's code, where tokens decide."""
+"""The weightings that are tried, as how many times as much as all work all tokens weigh: equal shares, and 64, as in
+DCP's code, where tokens decide.
+"""
 SEED = 0
 
 
 def dcp(request: Request) -> Placement:
-    """DCP: token blocks and computation blocks on nodes, then on ranks, with the fewest bytes between them."""
+    """Place a batch as DCP does: token blocks and computation blocks on nodes, then on ranks, with few bytes between
+    them.
+    """
     return placed_within(request, NODE_TOLERANCE, RANK_TOLERANCE)
 
 
 def placed_within(
     request: Request, node_tolerance: float, rank_tolerance: float, token_shares: Sequence[int] = TOKEN_SHARES
 ) -> Placement:
-    """The placement of :func:`dcp` with other tolerances, or with fewer ways to weigh tokens against work."""
+    """Return the placement of :func:`dcp` with other tolerances, or with fewer ways to weigh tokens against work."""
     size = whole_number(request.argument, "dcp", "tokens in a block", 1024)
     refuse_layout(request, "dcp")
     refuse_tolerances(request)
@@ -71,7 +77,9 @@ def placed_within(
 
 
 def _cut(request: Request, start: Partition, share: int, node_tolerance: float, rank_tolerance: float) -> Partition:
-    """Over nodes, then over the ranks of each; all tokens weigh ``share`` times as much as all work."""
+    """Return the partition over nodes and then over the ranks of each; all tokens weigh ``share`` times as much as all
+    work.
+    """
     found, tiling, each = start.copy(), start.tiling, request.cluster.ranks_per_node
     count = len(tiling.blocks)
     everything = np.ones(count + len(tiling.tiles), bool)
@@ -86,7 +94,7 @@ def _cut(request: Request, start: Partition, share: int, node_tolerance: float, 
 
 
 def _on_one_rank(request: Request) -> Placement:
-    """Everything on rank 0, with a computation block for every KV head: only what is cut where is taken from it."""
+    """Return a placement of everything on rank 0 with a region for every KV head, from which only the cuts are used."""
     batch, shape = request.batch, request.shape
     runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([batch.tokens]))
     document = np.repeat(np.arange(batch.documents), shape.kv_heads)
@@ -97,9 +105,7 @@ def _on_one_rank(request: Request) -> Placement:
 
 
 def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: float, share: int) -> Ints:
-    """The part of each vertex among those of ``mine``, 0 elsewhere;
-    blocks that ``mine`` only reads take part without a weight.
-    """
+    """Return the part of each vertex of ``mine``, and 0 for others; blocks that ``mine`` only reads have no weight."""
     found = np.zeros(len(mine), np.int64)
     count = len(tiling.blocks)
     taking_part = mine.copy()
@@ -117,7 +123,7 @@ def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: flo
 
 
 def _weights(tiling: Tiling, mine: NDArray[np.bool_], share: int) -> Ints:
-    """One weight for a vertex: its share of the tokens, or of the work, of ``mine``."""
+    """Return one weight for each vertex: its share of the tokens or of the work of ``mine``."""
     tokens, work = tiling.blocks.stop - tiling.blocks.start, tiling.tiles.load
     kept, busy = np.where(mine[: len(tokens)], tokens, 0), np.where(mine[len(tokens) :], work, 0)
     parts = (kept * (share / max(1, int(kept.sum()))), busy / max(1, int(busy.sum())))
@@ -125,7 +131,7 @@ def _weights(tiling: Tiling, mine: NDArray[np.bool_], share: int) -> Ints:
 
 
 def _partitioned(nets: list[list[int]], prices: list[int], weights: list[int], parts: int, tolerance: float) -> Ints:
-    """The part of each vertex, from nothing."""
+    """Return the part of each vertex that Mt-KaHyPar finds without an initial partition."""
     import mtkahypar
 
     mt: Any = partitioner("dcp")

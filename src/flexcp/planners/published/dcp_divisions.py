@@ -1,11 +1,11 @@
-"""dcp's divisions: in which of four the keys of each token block travel to each rank,
-by the greedy rule of DCP (arXiv 2510.10620).
+"""dcp's divisions: the division, of four, in which the keys of each token block travel to each rank, by DCP's greedy
+rule (arXiv 2510.10620).
 
-The first division is local work. Then, division by division, the rank with the least work ready takes the key block
-that makes most of its work ready, while what ranks send to other nodes stays within an even part of all they send
-there; the last takes what is left. Inside a node nothing is limited, so on one node a single division holds all. DCP's
-rule takes computation blocks with all their inputs; moved queries come before the first division here, so a key block
-stands for all computation blocks of a rank that wait for it.
+The first division is local work. After that, division by division, the rank with the least ready work takes the key
+block that makes most of its work ready. What a rank sends to other nodes in a division is limited to an even part of
+all that it sends there; the last division takes what is left. Inside a node nothing is limited, so on one node a single
+division has everything. DCP's rule takes computation blocks with all their inputs. Here moved queries arrive before the
+first division, so a key block stands for all computation blocks of a rank that wait for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ DIVISIONS = 4
 
 
 def divisions_of(partition: Partition, ranks_per_node: int) -> Divisions:
-    """The division of each rank's missing key blocks, greedily:
-    whoever has the least ready takes what makes most ready and fits.
+    """Return the division of each key block that a rank lacks.
+
+    In each division, the rank with the least ready work takes next, and takes the block that makes most of its work
+    ready among those that fit.
     """
     tiling, ranks, count = partition.tiling, partition.tiling.ranks, len(partition.owner)
     owner, tokens = partition.owner.tolist(), (tiling.blocks.stop - tiling.blocks.start).tolist()

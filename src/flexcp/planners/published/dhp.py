@@ -1,25 +1,25 @@
-"""dhp: flexible groups of DHP (arXiv 2602.21788), a degree of its own, any integer, for every group of documents.
+"""dhp: the flexible groups of DHP (arXiv 2602.21788), in which every group of documents has a degree of any size.
 
-The paper's problem: split N ranks into disjoint groups and give every sequence a group, so that the slowest group is
-fastest and no group needs more memory than its ranks have. It is solved in its two stages, with its cost model:
+The paper's problem: split N ranks into disjoint groups and give every sequence a group, so that the slowest group is as
+fast as possible and no group needs more memory than its ranks have. It is solved in the paper's two stages, with its
+cost model:
 
-1. *Packing* (memory-aware, best-fit decreasing): documents in the order of their memory into atomic groups. One that
-   fits no group opens its own with as many ranks as it needs at least, ``ceil(memory / E)``; the room it leaves is
-   filled by shorter ones, best fit first.
-2. *Degrees* (two-dimensional dynamic program): over the groups and the ranks given away so far, ``best[i][n]`` is the
-   least time of the slowest of the first i groups on at most n ranks, the minimum over degrees d of
-   ``max(best[i - 1][n - d], T_i(d))``.
+1. *Packing* (memory-aware, best-fit decreasing): documents go into atomic groups in the order of their memory. A
+   document that fits no group opens a new one with the least number of ranks that it needs, ``ceil(memory / E)``, where
+   E is the memory of a rank; the room that is left is filled with shorter documents, best fit first.
+2. *Degrees* (two-dimensional dynamic program): ``best[i][n]`` is the least time of the slowest of the first i groups on
+   at most n ranks, which is the minimum over degrees d of ``max(best[i - 1][n - d], T_i(d))``.
 
-A group's time is ``computation + communication - min(attention, communication)``: what attention hides is not paid
-twice. Computation is ``a1 x pairs + a2 x tokens`` over d, plus a start (pairs of the mask itself, so ``eta`` of a
-vision span is in them), communication ``a3 x tokens`` over the bandwidth of the group, plus a start; the coefficients
-are the cost model's, forward and backward together. A group inside a node has the node's bandwidth. Alone, a rank
-communicates nothing.
+The time T of a group is ``computation + communication - min(attention, communication)``: attention hides communication.
+Computation is ``a1 x pairs + a2 x tokens`` over d, plus a start. The pairs are those of the actual mask, so the paper's
+``eta`` of a vision span is part of them. Communication is ``a3 x tokens`` over the bandwidth of the group, plus a
+start. The coefficients are those of the cost model, forward and backward together. A group inside a node has the node's
+bandwidth. A rank alone has no communication.
 
-Memory is tokens: `dhp:8192` says how many a rank holds. Else it is ``max_tokens_per_rank``, or, without a cap, what is
-fastest by this cost model from the least with which groups fit the ranks up to three times the mean. Groups are rings
-of neighbours, the largest first, so that few of them cross nodes. Its pool of communicators has no counterpart, because
-a group here is a part of the plan.
+Memory is counted in tokens: `dhp:8192` says how many a rank holds. Otherwise it is ``max_tokens_per_rank``. Without a
+cap, several values are tried, from the least with which the groups fit the ranks to three times the mean, and the
+fastest by this cost model is taken. Groups are rings of neighbouring ranks, the largest first, so that few of them
+cross nodes. DHP's pool of communicators has no counterpart, because a group here is a part of the plan.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 GROWTH = 32
-"""Where no memory is told, it grows from the mean of tokens by this part of itself until the groups fit."""
+"""If no memory is given, it grows from the mean number of tokens by 1/32 at a time until the groups fit."""
 MEMORY_EIGHTHS = (9, 10, 12, 16, 24)
-"""Then more is tried, in eighths of that mean."""
+"""Larger values that are tried after that, in eighths of the mean."""
 
 
 def dhp(request: Request) -> Placement:
-    """DHP: documents in atomic groups, and each group the degree that makes the slowest fastest."""
+    """Place a batch as DHP does: documents in atomic groups, each with the degree that makes the slowest fastest."""
     refuse_layout(request, "dhp")
     refuse_tolerances(request)
     _, groups, degrees = _fastest(request)
@@ -64,18 +64,17 @@ def dhp(request: Request) -> Placement:
 
 
 def predicted_ns(request: Request) -> int:
-    """What its cost model says of the slowest group in the layers of a step,
-    with the groups and degrees of :func:`dhp`.
-    """
+    """Return the time of the slowest group in a step's layers by DHP's cost model, for the groups of :func:`dhp`."""
     return _fastest(request)[0]
 
 
 def _fastest(request: Request) -> tuple[int, list[list[int]], list[int]]:
+    """Return (time of the slowest group, documents of each group, degree of each) for the best memory."""
     return min((_solved(request, budget) for budget in _budgets(request)), key=lambda found: found[0])
 
 
 def _budgets(request: Request) -> list[int]:
-    """Tokens a rank may hold: what is told, or several."""
+    """Return the numbers of tokens per rank to try: the one that is given, or several."""
     told = whole_number(request.argument, "dhp", "tokens a rank", 8192)
     if told is not None or request.token_cap is not None:
         budget = told or request.token_cap or 1
@@ -96,7 +95,7 @@ def _budgets(request: Request) -> list[int]:
 
 
 def _solved(request: Request, budget: int) -> tuple[int, list[list[int]], list[int]]:
-    """(time of the slowest group, documents of each group, degree of each)."""
+    """Return (time of the slowest group, documents of each group, degree of each) if a rank holds ``budget`` tokens."""
     groups, least = best_fit(request.batch.lengths, budget)
     times = _times(request, groups)
     degrees = least_slowest(times, least, request.ranks)
@@ -107,8 +106,11 @@ def _solved(request: Request, budget: int) -> tuple[int, list[list[int]], list[i
 
 
 def least_slowest(times: Ints, least: list[int], ranks: int) -> list[int]:
-    """The degree of each group under which the slowest is fastest; ``times[group, d - 1]`` is its time on d ranks."""
-    best = np.zeros(ranks + 1, np.int64)  # of the groups so far, by the most ranks they may take
+    """Return the degree of each group with which the slowest group is fastest.
+
+    ``times[group, d - 1]`` is the time of a group on d ranks, ``least`` the least degree of each group.
+    """
+    best = np.zeros(ranks + 1, np.int64)  # least time of the groups so far, by the most ranks that they may use
     taken = np.zeros((len(least), ranks + 1), np.int64)
     for group, fewest in enumerate(least):
         found = np.full(ranks + 1, NEVER)
@@ -126,7 +128,7 @@ def least_slowest(times: Ints, least: list[int], ranks: int) -> list[int]:
 
 
 def _times(request: Request, groups: list[list[int]]) -> Ints:
-    """``[group, d - 1]``: nanoseconds of each group on d ranks."""
+    """Return the nanoseconds of each group on d ranks, ``[group, d - 1]``."""
     batch, shape, cost = request.batch, request.shape, request.cost
     cluster = replace(request.cluster, speeds=())
     layers = sum(mask.layers for mask in batch.masks)

@@ -1,24 +1,25 @@
 """fcp: block-level flexible context parallelism, FCP (arXiv 2605.08524, MLSys'26).
 
-The paper's steps, and where each is:
+The steps of the paper, and how each is done here:
 
-1. *Blocks*: `fcp:4096` cuts documents into blocks of at most so many tokens (4,096 unless given), as few as hold it and
-   all alike. A block is a zig-zag pair, the i-th part of the document and the i-th from its end, so that causal blocks
-   of a document have equal work. Documents that are no longer than a block are packed into the fewest blocks, best fit
-   first.
-2. *Bin-packing* by two criteria, longest processing time first: blocks in the order of the larger of their shares of
-   tokens and of work, each to the rank whose larger share stays smallest, among those that keep room: ``DELTA`` over
-   the mean of tokens, or ``max_tokens_per_rank``. Where none has room, the emptiest takes it.
-3. *Rounds*: transfers as a bipartite graph of senders and receivers in as many conflict-free rounds as its largest
-   degree (:mod:`flexcp.plan.rounds`, for every plan).
-4. *Coalescing*: 16 rounds to a call, which this strategy asks for.
+1. *Blocks*: `fcp:4096` cuts documents into blocks of at most this many tokens (4,096 unless given), as few and as equal
+   as possible. A block is a zig-zag pair, the i-th part of the document and the i-th from its end, so that all causal
+   blocks of a document have equal work. Documents that are no longer than a block are packed into as few blocks as
+   possible, best fit first.
+2. *Bin-packing* by two criteria, longest processing time first: blocks, sorted by the larger of their shares of tokens
+   and of work, go to the rank whose larger share stays smallest, among the ranks with room. A rank has room for the
+   mean of tokens and 1/``DELTA`` more, or for ``max_tokens_per_rank``. If none has room, the rank with the fewest
+   tokens takes the block.
+3. *Rounds*: transfers form a bipartite graph of senders and receivers and are sent in as many conflict-free rounds as
+   its largest degree (:mod:`flexcp.plan.rounds`, for every plan).
+4. *Coalescing*: 16 rounds per call, which this strategy asks for.
 5. *Pipeline*: pull, compute and push overlap, in stages (:mod:`flexcp.schedule.stages`) instead of block by block.
-6. *Reshuffle* at the door of attention: with a fixed layout tokens stay where the rest of the model has them, and the
-   rows of a block go to its rank and back. Keys come straight from who keeps them, without a stop at their block's
-   rank.
+6. *Reshuffle* before and after attention: with a fixed layout, tokens stay where the rest of the model has them, and
+   the rows of a block travel to its rank and back. Keys come directly from the rank that keeps them, without a stop at
+   the rank of their block.
 
-It knows no nodes: nothing is relayed. Masks other than causal have their exact areas, though pairs are then no longer
-equal.
+FCP does not know about nodes, so nothing is relayed. Masks other than causal are counted with their exact areas, but
+zig-zag pairs then do not have equal work.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
 BLOCK = 4096
+"""The tokens of a block unless given."""
 DELTA = 8
-"""A rank may keep this part of the mean over the mean of tokens."""
+"""A rank may keep 1/8 more than the mean of tokens."""
 ROUNDS_PER_CALL = 16
+"""The rounds per call that FCP coalesces."""
 BITS = 31
-"""Work is counted in units of which all blocks have fewer than so many bits, so that shares can be compared exactly."""
+"""The work of all blocks is scaled to this many bits, so that shares can be compared exactly."""
 
 
 def fcp(request: Request) -> Placement:
-    """FCP: fixed blocks of long and short documents, bin-packed by work and tokens."""
+    """Place a batch as FCP does: fixed blocks of long and short documents, bin-packed by work and tokens."""
     size = whole_number(request.argument, "fcp", "tokens in a block", BLOCK) or BLOCK
     refuse_tiny_parts(request, "fcp", size)
     block, start, stop = cut_into_blocks(request.batch.lengths, request.batch.starts, size)
@@ -56,7 +59,9 @@ def fcp(request: Request) -> Placement:
 
 
 def cut_into_blocks(lengths: Ints, starts: Ints, size: int) -> tuple[Ints, Ints, Ints]:
-    """(block, start, stop on the stream) of all parts of all blocks: pairs of long documents, then whole short ones."""
+    """Return (block, start and stop in the stream) of all parts of blocks: zig-zag pairs of long documents, then whole
+    short documents.
+    """
     long, short = np.flatnonzero(lengths > size), np.flatnonzero(lengths <= size)
     count = -(-lengths[long] // size)
     which, part = spread(2 * count)
@@ -74,7 +79,7 @@ def cut_into_blocks(lengths: Ints, starts: Ints, size: int) -> tuple[Ints, Ints,
 
 
 def _packed(tokens: Ints, work: Ints, ranks: int, room: int) -> Ints:
-    """The rank of each block: the largest share first, to the rank whose larger share stays smallest."""
+    """Return the rank of each block: the largest share goes first, to the rank whose larger share stays smallest."""
     work = work >> max(0, int(work.sum()).bit_length() - BITS)
     all_tokens, all_work = int(tokens.sum()), max(1, int(work.sum()))
     kept, busy = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)

@@ -1,8 +1,8 @@
-"""hdp: ByteScale's hybrid data parallelism, long documents over just enough ranks and short ones whole.
+"""hdp: ByteScale's hybrid data parallelism, with long documents over just enough ranks and short ones whole.
 
-`hdp:b`: b tokens a rank, the mean unless given. A document longer than b goes zig-zag over just enough neighbouring
-ranks, then short ones whole to the rank that is ready first; time is area plus the linear price of tokens. Only keys of
-cut documents move.
+`hdp:b` plans for b tokens per rank, the mean unless given. A document longer than b is placed zig-zag over just enough
+neighbouring ranks. After these, short documents go whole to the rank that finishes first. A rank's time is the area of
+its documents plus the linear cost of their tokens. Only keys of cut documents move.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Ints = NDArray[np.int64]
 
 
 def hdp(request: Request) -> Placement:
-    """ByteScale: long documents over just enough ranks, short ones whole, so that ranks are ready together."""
+    """Place a batch as ByteScale does: long documents over just enough ranks, short ones whole, so that ranks finish
+    together.
+    """
     budget = whole_number(request.argument, "hdp", "tokens a rank", 8192) or mean_tokens(request)
     batch = request.batch
     price = request.cost.pairs_per_token(request.shape) * sum(m.layers for m in batch.masks)
@@ -28,7 +30,7 @@ def hdp(request: Request) -> Placement:
     ready = np.zeros(request.ranks, np.int64)
     ranges = []
     for document in np.argsort(-load, kind="stable"):
-        # Cut ones first: they need neighbours that are ready together.
+        # Cut documents come first, because they need neighbouring ranks that finish at the same time.
         if batch.lengths[document] > budget:
             degree = _enough(request, int(document), budget)
             first = _least_ready(ready, degree)
@@ -43,7 +45,7 @@ def hdp(request: Request) -> Placement:
 
 
 def _enough(request: Request, document: int, budget: int) -> int:
-    """Just enough ranks for a document."""
+    """Return how many ranks a document needs with ``budget`` tokens per rank; raise Refused if there are too few."""
     length = int(request.batch.lengths[document])
     degree = -(-length // budget)
     if degree > request.ranks:
@@ -55,13 +57,13 @@ def _enough(request: Request, document: int, budget: int) -> int:
 
 
 def _least_ready(ready: Ints, degree: int) -> int:
-    """The first of ``degree`` neighbouring ranks of which the last to be ready is ready earliest."""
+    """Return the first of the ``degree`` neighbouring ranks whose latest time in ``ready`` is earliest."""
     latest = np.lib.stride_tricks.sliding_window_view(ready, degree).max(axis=1)
     return int(latest.argmin())
 
 
 def _dealt_whole(load: Ints, ready: Ints) -> Ints:
-    """The rank of each document: heaviest first to the rank that is ready first."""
+    """Return the rank of each document: heaviest first to the rank that finishes first."""
     heap = [(int(time), rank) for rank, time in enumerate(ready)]
     heapq.heapify(heap)
     found = np.zeros(len(load), np.int64)

@@ -1,9 +1,10 @@
-"""minheap: how MagiAttention deals chunks to ranks, its dispatch solver's default ("min-heap").
+"""minheap: how MagiAttention's dispatch solver distributes chunks to ranks by default ("min-heap").
 
-`minheap:c` deals chunks of c tokens, 1,024 unless given. Longest processing time by area among the ranks that still
-have room; counts differ by one chunk at most (MagiAttention pads the stream so that they do not). Chunks may span
-documents. Keys come straight from their owners. With `minheap:c,relay` keys that several ranks of a node read cross to
-it once and are passed on inside, as by MagiAttention's native group collectives (from version 1.1 on).
+`minheap:c` distributes chunks of c tokens, 1,024 unless given: the chunk with the largest area goes first, to the rank
+with the least area among those that still have room. Numbers of chunks differ by at most one (MagiAttention pads the
+stream so that they are equal). Chunks may span documents. Keys come directly from their owners. With `minheap:c,relay`,
+keys that several ranks of a node read cross to the node once and are passed on inside, as in MagiAttention's native
+group collectives (from version 1.1 on).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RELAY = "relay"
 
 
 def minheap(request: Request) -> Placement:
-    """MagiAttention: chunks of the stream, equally many on every rank, dealt by area."""
+    """Place a batch as MagiAttention does: chunks of the stream, equally many on every rank, distributed by area."""
     number, comma, word = request.argument.partition(",")
     if comma and word != RELAY:
         raise ValueError(
@@ -40,7 +41,7 @@ def minheap(request: Request) -> Placement:
 
 
 def _dealt_equally(area: Ints, ranks: int) -> Ints:
-    """The rank of each chunk: heaviest first to the rank with the least area among those that may take one more."""
+    """Return the rank of each chunk: heaviest first to the rank with the least area of those that may take one more."""
     each, extra = divmod(len(area), ranks)
     heap = [(0, r) for r in range(ranks)]
     count = [0] * ranks

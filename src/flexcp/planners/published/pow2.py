@@ -1,11 +1,11 @@
-"""pow2: Megatron-Core's dynamic context parallelism, groups of a power of two of ranks.
+"""pow2: Megatron-Core's dynamic context parallelism, with groups of a power of two of ranks.
 
-`pow2:b`: a document of n tokens needs the smallest power of two d with n / d <= b; b is the mean of tokens a rank
-unless given. Longest first: a new group of that size while ranks are free, then the group of that size with the least
-sum of n^2 / d, then of any larger size (Megatron would leave those documents to the next micro-batch). Ranks left empty
-double the most loaded of the smallest groups. Groups are laid out largest first, so each starts at a multiple of its
-size. With ranks that are no power of two the largest group is the largest power of two below, and smaller ones fill the
-rest.
+`pow2:b`: a document of n tokens needs the smallest power of two d with n / d <= b; b is the mean of tokens per rank
+unless given. Documents go longest first to a new group of that size while ranks are free, then to the group of that
+size with the least sum of n^2 / d, then to one of any larger size (Megatron would leave these documents to the next
+micro-batch). If ranks are left, the most loaded of the smallest groups is doubled, as long as possible. Groups are
+placed largest first, so each starts at a multiple of its size. If the number of ranks is not a power of two, the
+largest group is the largest power of two below it, and smaller groups fill the rest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Ints = NDArray[np.int64]
 
 
 def pow2(request: Request) -> Placement:
-    """Megatron: every document in a group of a power of two of ranks."""
+    """Place a batch as Megatron does: every document in a group of a power of two of ranks."""
     return in_rings(request, "pow2", *_groups(request.batch.lengths, _degrees(request), request.ranks))
 
 
 def _degrees(request: Request) -> list[int]:
-    """The power of two each document needs."""
+    """Return the power of two that each document needs."""
     budget = whole_number(request.argument, "pow2", "tokens a rank", 8192)
     largest = 1 << (request.ranks.bit_length() - 1)
     found = []
@@ -42,10 +42,10 @@ def _degrees(request: Request) -> list[int]:
 
 
 def _groups(lengths: Ints, degrees: list[int], ranks: int) -> tuple[list[int], list[list[int]]]:
-    """(size, documents) of each group, largest first."""
+    """Return (sizes, documents) of the groups, the largest first."""
     sizes: list[int] = []
     dealt: list[list[int]] = []
-    squares: list[int] = []  # sum of n^2 of each group; its load is that over its size
+    squares: list[int] = []  # sum of n^2 of each group; its load is this sum divided by its size
     free = ranks
     for document in np.argsort(-lengths, kind="stable").tolist():
         degree = degrees[document]

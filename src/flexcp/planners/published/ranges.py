@@ -1,4 +1,6 @@
-"""Ranges: what published planners share. They deal stream ranges to ranks; rows are computed where they are kept."""
+"""Ranges: steps that published planners share. They give stream ranges to ranks, and rows are computed where they are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,21 @@ from flexcp.planners.token_runs import (
 
 Ints = NDArray[np.int64]
 Ranges = tuple[Ints, Ints, Ints]
-"""Parallel columns: rank, start and stop on the stream."""
+"""Columns: rank, and start and stop in the stream."""
 NEVER = np.iinfo(np.int64).max
+"""A number larger than any time or length."""
 MOST_MEETINGS = 1 << 25
-"""Pairs of parts of one document on one rank, all ranks together: a schedule counts them one by one,
-and each takes memory.
+"""The most pairs of parts of one document on one rank, over all ranks: scheduling counts them one by one, and each
+takes memory.
 """
 
 
 def whole_number(text: str, name: str, what: str, example: int) -> int | None:
-    """The number after a strategy's colon, None without one."""
+    """Return the number after a strategy's colon, or None if there is none; raise ValueError if it is no number of at
+    least 1.
+
+    ``name``, ``what`` and ``example`` are for the message: the strategy, what the number counts, and a good value.
+    """
     if not text:
         return None
     try:
@@ -43,7 +50,7 @@ def whole_number(text: str, name: str, what: str, example: int) -> int | None:
 
 
 def refuse_tiny_parts(request: Request, name: str, size: int) -> None:
-    """For parts so small that a document's many are more than a schedule can count."""
+    """Raise Refused for parts of ``size`` tokens if a document would have more of them than can be scheduled."""
     longest = int(request.batch.lengths.max())
     parts = -(-longest // size)
     if parts * parts // request.ranks > MOST_MEETINGS:
@@ -55,12 +62,12 @@ def refuse_tiny_parts(request: Request, name: str, size: int) -> None:
 
 
 def mean_tokens(request: Request) -> int:
-    """Tokens of a rank if all had as many, rounded up."""
+    """Return the mean number of tokens per rank, rounded up."""
     return -(-request.batch.tokens // request.ranks)
 
 
 def area(batch: Batch, start: Ints, stop: Ints) -> Ints:
-    """Pairs of the rows in each stream range, each mask counted as often as layers use it."""
+    """Return the pairs of the rows in each stream range, summed over all layers."""
     index, document, q0, q1 = batch.split_by_document(start, stop)
     total = np.zeros(len(start), np.int64)
     np.add.at(total, index, batch.weighted_rows_area(document, q0, q1))
@@ -68,12 +75,14 @@ def area(batch: Batch, start: Ints, stop: Ints) -> Ints:
 
 
 def document_area(batch: Batch) -> Ints:
-    """Pairs of each document, each mask counted as often as layers use it."""
+    """Return the pairs of each document, summed over all layers."""
     return area(batch, batch.starts[:-1], batch.starts[1:])
 
 
 def zigzag(start: Ints, length: Ints, ranks: Ints) -> Ranges:
-    """Each sequence in twice as many parts as ranks; the i-th rank keeps the i-th part and the i-th from the end."""
+    """Return the ranges of sequences over ranks: twice as many parts as ranks, the i-th and the i-th from the end on
+    rank i.
+    """
     parts = 2 * len(ranks)
     borders = start[:, None] + length[:, None] * np.arange(parts + 1) // parts
     owner = np.concatenate([ranks, ranks[::-1]])
@@ -81,8 +90,9 @@ def zigzag(start: Ints, length: Ints, ranks: Ints) -> Ranges:
 
 
 def best_fit(lengths: Ints, size: int) -> tuple[list[list[int]], list[int]]:
-    """Best fit in decreasing order: (sequences, number of boxes) of each group;
-    one longer than a box has as many as it needs.
+    """Pack sequences into groups by best fit, the longest first; return (sequences of each group, boxes of each group).
+
+    A box holds ``size`` tokens. A group has one box, or as many as its first sequence needs.
     """
     groups: list[list[int]] = []
     least: list[int] = []
@@ -103,18 +113,18 @@ def best_fit(lengths: Ints, size: int) -> tuple[list[list[int]], list[int]]:
 
 
 def joined(ranges: list[Ranges]) -> Ranges:
-    """Several as one."""
+    """Return several tables of ranges as one."""
     rank, start, stop = (np.concatenate(column) for column in zip(*ranges, strict=True))
     return rank, start, stop
 
 
 def regions_of(request: Request, ranges: Ranges) -> Regions:
-    """All keys and heads of the rows in the ranges."""
+    """Return regions with all keys and heads of the rows in the ranges."""
     return row_regions(request.batch, request.shape.heads, *ranges)
 
 
 def refuse_layout(request: Request, name: str) -> None:
-    """For strategies that place tokens."""
+    """Raise Refused if the request has a fixed layout; for strategies that place tokens themselves."""
     if request.layout is not None:
         raise Refused(f"{name} places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
 
@@ -128,7 +138,11 @@ def placed(
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
     any_layout: bool = False,
 ) -> Placement:
-    """Rows computed where they are kept, or with ``any_layout`` away from where a fixed layout keeps them."""
+    """Return the placement of ranges: rows are computed where they are kept.
+
+    With ``any_layout``, a fixed layout is allowed; rows are then computed on the ranks of ``ranges`` and kept where the
+    layout has them.
+    """
     if not any_layout:
         refuse_layout(request, name)
     refuse_tolerances(request)
@@ -144,14 +158,15 @@ def placed(
 
 
 def ring_groups(sizes: list[int]) -> Traffic:
-    """Rings of neighbouring ranks, of these sizes one after the other."""
+    """Return the traffic of rings of neighbouring ranks with these sizes, one after the other."""
     first = np.concatenate([[0], np.cumsum(sizes)])[:-1].tolist()
     return Traffic("ring", tuple(tuple((rank,) for rank in range(a, a + n)) for a, n in zip(first, sizes, strict=True)))
 
 
 def in_rings(request: Request, name: str, sizes: list[int], dealt: list[list[int]], note: str = "") -> Placement:
-    """Each group's documents zig-zag over its ranks, neighbours from rank 0 on in the order of the groups;
-    keys pass round.
+    """Return the placement of groups as rings: the documents of each group zig-zag over its ranks, keys travel round.
+
+    Groups are neighbouring ranks, from rank 0 on in the order of ``sizes``; ``dealt`` are the documents of each.
     """
     batch, ranges, first = request.batch, [], 0
     for size, documents in zip(sizes, dealt, strict=True):

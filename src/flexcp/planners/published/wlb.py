@@ -1,8 +1,8 @@
-"""wlb: WLB-LLM's choice between per-document and per-sequence sharding.
+"""wlb: WLB-LLM's choice between sharding per document and per sequence.
 
-Which of the two has the faster slowest rank, where every fragment of a document on a rank costs one empty tile of the
-kernel besides its area. All keys go to all ranks. Its delay of outlier documents changes which documents are in a step,
-and is not here.
+The way whose slowest rank is faster is taken; every fragment of a document on a rank costs its area and one empty tile
+of the kernel. All keys go to all ranks. WLB-LLM's delay of outlier documents, which changes which documents are in a
+step, is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcp.planners.request import Request
 
 
 def wlb(request: Request) -> Placement:
-    """WLB-LLM: zig-zag per document or per sequence, whichever predicts the faster slowest rank."""
+    """Place a batch as WLB-LLM does: zig-zag per document or per sequence, whichever has the faster slowest rank."""
     if request.argument:
         raise ValueError(f"wlb takes no argument; got 'wlb:{request.argument}'")
     batch, ranks = request.batch, np.arange(request.ranks, dtype=np.int64)
@@ -30,7 +30,7 @@ def wlb(request: Request) -> Placement:
 
 
 def _slowest(request: Request, ranges: Ranges) -> int:
-    """Pairs of the slowest rank; every fragment pays one empty tile of the kernel."""
+    """Return the cost of the slowest rank in pairs; every fragment costs one empty tile of the kernel."""
     regions = regions_of(request, ranges)
     layers = sum(m.layers for m in request.batch.masks)
     fragments = request.batch.weighted_rows_area(regions.document, regions.q0, regions.q1) + layers * TILE_ROWS**2

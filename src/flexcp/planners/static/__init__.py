@@ -1,1 +1,1 @@
-"""The static methods that users know by name, and bounds on what they can reach."""
+"""The static methods that users know by name, and lower bounds on their times."""

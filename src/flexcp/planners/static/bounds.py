@@ -1,8 +1,8 @@
-"""Static methods that auto looks at, and what each is predicted to take at least.
+"""Static methods that ``auto`` considers, and lower bounds on their predicted times.
 
-Placing a static method over many ranks is most of auto's work, and most methods cannot win. A bound is arithmetic on
-sums: a method's compute divided evenly inside its groups, and its own traffic hidden behind that compute as well as can
-be.
+Placing static methods over many ranks would be most of the work of ``auto``, and most methods cannot win. A bound is
+arithmetic on sums: the compute of a method divided evenly inside its groups, with its own traffic hidden behind that
+compute as well as possible.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Place = Callable[[Request], Placement]
 
 @dataclass(frozen=True)
 class StaticMethod:
-    """A static strategy with its degree: groups of ``positions`` x ``split`` ranks (ring positions, head groups).
+    """A static strategy with its degree: groups of ``positions`` x ``split`` ranks (ring positions x head groups).
 
-    ``parts`` is how many ranges of rows each document is cut into; 1 where documents are packed first, or lie where
-    they lie. ``dealing`` is how documents go to groups: by tokens, or where it says so by load.
+    ``parts`` is how many ranges of rows each document is cut into, 1 if documents are packed first or the layout is
+    fixed. ``dealing`` is how documents are dealt to groups: "" by tokens, ``BY_LOAD`` by load.
     """
 
     strategy: str
@@ -54,40 +54,46 @@ class StaticMethod:
 
     @property
     def name(self) -> str:
+        """The name of the strategy with its argument."""
         return self.strategy + (":" + self.argument if self.argument else "") + self.dealing
 
     @property
     def request_argument(self) -> str:
-        """What a request's ``argument`` says of it."""
+        """The ``argument`` of a request for this method."""
         return self.argument + self.dealing
 
     @property
     def degree(self) -> int:
+        """The number of ranks in a group."""
         return self.positions * self.split
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Gathers or not, ring positions, head groups, degree."""
+        """(Whether it gathers keys, ring positions, head groups, degree)."""
         return int(self.traffic == "gather"), self.positions, self.split, self.degree
 
     @property
     def cuts(self) -> int:
-        """Into how many parts of rounded lengths each document is cut, by which those dealt by load are priced."""
+        """How many parts of rounded lengths each document is cut into, which is needed for its price when dealing by
+        load.
+        """
         return {"ring": self.positions, "zigzag": 2 * self.positions, "usp": 2 * self.positions}.get(self.strategy, 1)
 
     def regions(self, documents: int) -> int:
-        """About how many regions its placement has."""
+        """Return about how many regions its placement has."""
         return documents * self.parts * self.split
 
     def transfers(self, ranks: int) -> int:
-        """About how many transfers the backward of its plan has."""
+        """Return about how many transfers the backward of its plan has."""
         if self.traffic == "gather":
             return 2 * ranks * (self.degree - 1)
         return ranks * self.split * (2 * self.positions + 3) if self.degree > 1 else 0
 
 
 def static_methods(request: Request) -> list[StaticMethod]:
-    """The static methods worth a look: every kind over all ranks, over a node's ranks and over powers of two."""
+    """Return the static methods worth considering: every kind over all ranks, over the ranks of a node and over powers
+    of two.
+    """
     cluster, shape = request.cluster, request.shape
     everyone = request.ranks
     free = request.layout is None
@@ -97,12 +103,12 @@ def static_methods(request: Request) -> list[StaticMethod]:
         return str(degree) if degree < everyone else ""
 
     def zigzag(positions: int) -> int:
-        return 2 * positions - 1 if free else 1  # the middle two parts are neighbours
+        return 2 * positions - 1 if free else 1  # the two parts in the middle are adjacent and on one rank
 
     found = [StaticMethod("dp", "", static.dp, "needed", 1, 1, 1)] if free else []
     for d in degrees:
         found.append(StaticMethod("zigzag", argument(d), static.zigzag, "ring", d, 1, zigzag(d)))
-        if free:  # with a fixed layout a ring and a zig-zag are the same
+        if free:  # with a fixed layout, ring and zigzag are the same
             found.append(StaticMethod("ring", argument(d), static.ring, "ring", d, 1, d))
         found.append(StaticMethod("allgather", argument(d), static.allgather, "gather", d, 1, 1))
         if _splits_heads(shape, d):
@@ -115,25 +121,29 @@ def static_methods(request: Request) -> list[StaticMethod]:
 
 
 def dealt_by_load(methods: Sequence[StaticMethod], request: Request) -> list[StaticMethod]:
-    """The same methods with documents dealt by load, where they make several groups."""
+    """Return the methods that make several groups, with documents dealt by load."""
     free = request.layout is None
     return [replace(m, dealing=BY_LOAD) for m in methods if free and m.degree < request.ranks]
 
 
 def _degrees(cluster: Cluster) -> list[int]:
+    """Return the degrees to consider: powers of two, the ranks of a node and all ranks, as far as they divide the
+    ranks.
+    """
     powers = {1 << i for i in range(1, cluster.ranks.bit_length())}
     wanted = powers | {cluster.ranks_per_node, cluster.ranks}
     return sorted(d for d in wanted if d > 1 and cluster.ranks % d == 0)
 
 
 def _head_splits(cluster: Cluster, shape: Shape) -> list[int]:
-    """The head groups that usp is tried with: its default, and as many as a node's ranks allow."""
+    """Return the numbers of head groups with which usp is tried: its default, and the largest that fits a node."""
     per_node = cluster.ranks_per_node
     most = [u for u in range(2, per_node + 1) if per_node % u == 0 and _splits_heads(shape, u)]
     return sorted({math.gcd(shape.kv_heads, per_node), *most[-1:]} - {1})
 
 
 def _splits_heads(shape: Shape, split: int) -> bool:
+    """Return whether query heads and KV heads can be split into this many groups."""
     return shape.heads % split == 0 and (shape.kv_heads % split == 0 or split % shape.kv_heads == 0)
 
 
@@ -141,12 +151,11 @@ def _splits_heads(shape: Shape, split: int) -> bool:
 
 
 class StaticBounds:
-    """Nanoseconds that static methods are predicted to take at least.
+    """Lower bounds on the predicted times of static methods, in nanoseconds.
 
-    The slowest rank takes no less than the average rank of any group, whose tokens and work are its group's, evenly
-    shared. ``loose`` looks at two groups: an average one, and one that has nothing but the heaviest document. ``close``
-    deals the documents as the method would. Groups of all methods are rows of one table, so the arithmetic is done
-    once.
+    The slowest rank takes at least as long as the average rank of any group. :meth:`loose` looks at two groups: an
+    average one, and one that has only the heaviest document. :meth:`close` deals the documents as the method would. The
+    groups of all methods are rows of one table, so the arithmetic is done once.
     """
 
     def __init__(self, request: Request) -> None:
@@ -155,7 +164,7 @@ class StaticBounds:
         self.areas = [self._rows_area(m, np.zeros_like(batch.lengths)) for m in batch.masks]
         self.heaviest = int(np.argmax(sum(m.layers * a for m, a in zip(batch.masks, self.areas, strict=True))))
         self.sees_all_before = [_sees_all_before(batch, m) for m in batch.masks]
-        # Ranks of different speed share their work as if all were as fast as the fastest.
+        # If ranks have different speeds, the bound assumes that all are as fast as the fastest.
         fastest = max(cluster.rank_speeds)
         self.fastest = replace(cluster, nodes=1, ranks_per_node=1, speeds=(fastest,))
         self.alike = replace(cluster, speeds=(fastest,) * cluster.ranks)
@@ -163,7 +172,7 @@ class StaticBounds:
         self._dealt: dict[tuple[int, str, int], Ints] = {}
 
     def loose(self, methods: Sequence[StaticMethod]) -> list[int]:
-        """Bounds from sums over all documents."""
+        """Return bounds from sums over all documents."""
         batch, found = self.request.batch, []
         for method in methods:
             count = self.request.ranks // method.degree
@@ -172,7 +181,7 @@ class StaticBounds:
         return self._bounds(methods, found)
 
     def close(self, methods: Sequence[StaticMethod]) -> list[int]:
-        """Bounds from each group's own documents."""
+        """Return bounds from the documents of each group."""
         batch, found = self.request.batch, []
         for method in methods:
             count = self.request.ranks // method.degree
@@ -180,8 +189,8 @@ class StaticBounds:
             tokens = sums(group, batch.lengths, count)
             work = [sums(group, w, count) for w in self._work(method)]
             if self.request.layout is None and method.strategy in ("ring", "allgather"):
-                # Where rows are cut into consecutive parts, some ranks have more than their share: as if all had what
-                # one of them has.
+                # If rows are cut into consecutive parts, some ranks have more than an even share of the work. So there
+                # is a second row for each group, as if all its ranks had the work of such a rank.
                 most = self._work_of_last_parts if method.strategy == "ring" else self._work_of_busiest_parts
                 tokens = np.concatenate([tokens, tokens])
                 more = most(group, method.degree)
@@ -192,17 +201,20 @@ class StaticBounds:
     # --- what groups have to do ---------------------------------------------------------------------------------------
 
     def _rows_area(self, mask: LayerMask, first: Ints) -> Ints:
-        """Pairs of each document in the rows from ``first`` on."""
+        """Return the pairs of each document in the rows from ``first`` on."""
         return mask.rows_area(np.arange(len(first), dtype=np.int64), first, self.request.batch.lengths)
 
     def _work(self, method: StaticMethod) -> list[Ints]:
-        """For each mask, pairs of each document and of its row tiles: every part has at least one, in every pass."""
+        """Return for each mask the pairs of each document plus the price of its row tiles.
+
+        Every part of a document has at least one row tile in every pass over it.
+        """
         parts, positions = method.parts, method.positions
         if (parts, positions) not in self._works:
             lengths = self.request.batch.lengths
-            # A document of fewer tokens than parts has one for each, but for the two in the middle.
+            # A document with fewer tokens than parts has a part for each token; the two in the middle may be one.
             least = np.maximum(-(-lengths // TILE_ROWS), np.minimum(lengths - 1, parts))
-            # A part of a document that sees all before it is passed over for its own keys and for those of each
+            # If rows see all keys before them, each part needs one pass for its own keys and one for the keys of each
             # position before it.
             passes = int((1 + np.minimum(np.arange(parts), positions - 1)).sum())
             rows = lengths // (parts + 1)
@@ -215,8 +227,9 @@ class StaticBounds:
         return self._works[parts, positions]
 
     def _work_of_last_parts(self, group: Ints, positions: int) -> list[Ints]:
-        """For each mask, pairs of each group's last ring position, row tiles included:
-        the busiest one under a causal mask.
+        """Return for each mask the pairs of each group's last ring position, including row tiles.
+
+        Under a causal mask this is the busiest position.
         """
         lengths = self.request.batch.lengths
         first = lengths * (positions - 1) // positions
@@ -228,8 +241,9 @@ class StaticBounds:
         return found
 
     def _work_of_busiest_parts(self, group: Ints, parts: int) -> list[Ints]:
-        """For each mask, pairs of each group's part with the most over all layers,
-        when its documents are packed and cut evenly.
+        """Return for each mask the pairs of each group's busiest part, when its documents are packed and cut evenly.
+
+        The busiest part is the one with the most pairs over all layers.
         """
         lengths, count = self.request.batch.lengths, self.request.ranks // parts
         order = np.argsort(group, kind="stable")
@@ -249,6 +263,7 @@ class StaticBounds:
         return [a[np.arange(count), busiest] for a in of_parts]
 
     def _group_of_documents(self, count: int, method: StaticMethod) -> Ints:
+        """Return the group of each document, if the method deals them to ``count`` groups."""
         key = (count, method.dealing, method.cuts if method.dealing else 1)
         if key not in self._dealt:
             group = np.zeros(self.request.batch.documents, np.int64)
@@ -261,7 +276,10 @@ class StaticBounds:
     # --- what that takes at least -------------------------------------------------------------------------------------
 
     def _bounds(self, methods: Sequence[StaticMethod], groups_of: list[tuple[Ints, list[Ints]]]) -> list[int]:
-        """Each method's slowest group, from the groups' tokens and, for each mask, pairs."""
+        """Return the time of each method's slowest group.
+
+        ``groups_of`` has for each method the tokens of its groups and, for each mask, their pairs.
+        """
         if not methods:
             return []
         cost, shape, training = self.request.cost, self.request.shape, self.request.training
@@ -282,7 +300,10 @@ class StaticBounds:
         return [int(x) for x in np.maximum.reduceat(ns, np.cumsum(counts) - counts)]
 
     def _attention_ns(self, of: _Columns, tokens: Ints, compute: Ints, backward: bool) -> Ints:
-        """One layer's attention in groups with so many tokens a rank, with all traffic hidden that can be."""
+        """Return the least time of one layer's attention for each group, with as much traffic hidden as possible.
+
+        ``tokens`` and ``compute`` are those of one rank of the group.
+        """
         shape = self.request.shape
         each = shape.bytes_per_token_head()
         keys = tokens * np.maximum(shape.kv_heads // of.split, 1)
@@ -293,11 +314,11 @@ class StaticBounds:
             there = there + queries * each[Kind.DO, 0]
             passed = passed + keys * each[Kind.DKV, 1]
             home = queries * each[Kind.DQ, 0] + keys * each[Kind.DKV, 0]
-        # A hop carries the keys of a whole ring position, and the slowest link of the ring sets its pace.
+        # A hop carries the keys of a whole ring position and takes as long as the slowest link of the ring.
         across = of.degree > self.request.cluster.ranks_per_node
         turning = self._link_ns(passed * of.split * (of.positions - 1), across)
         alone = compute
-        if backward:  # the last hop of gradients has nothing left to hide it
+        if backward:  # no work hides the last hop of gradients
             compute = compute + self._link_ns(keys * each[Kind.DKV, 1] * of.split * (of.positions > 1), across)
         ring = self._exchange_ns(there, of.split) + np.maximum(compute, turning) + self._exchange_ns(home, of.split)
         gathered = np.maximum(alone, self._exchange_ns(keys * each[Kind.KV, 0], of.degree))
@@ -306,18 +327,19 @@ class StaticBounds:
         return np.where(of.gathers, gathered, ring)
 
     def _exchange_ns(self, size: Ints, ranks: Ints) -> Ints:
-        """Every one of so many ranks sends ``size`` bytes to every other."""
+        """Return the time in which each of ``ranks`` ranks sends ``size`` bytes to every other."""
         near = np.minimum(ranks, self.request.cluster.ranks_per_node)
         inside, across = size * (near - 1), size * (ranks - near)
         return np.maximum(self._link_ns(inside, np.zeros_like(size)), self._link_ns(across, np.ones_like(size)))
 
     def _link_ns(self, size: Ints, across: Ints | NDArray[np.bool_]) -> Ints:
+        """Return the time of ``size`` bytes through a port inside a node, or across nodes where ``across`` is true."""
         cost, cluster = self.request.cost, self.request.cluster
         return np.where(across, cost.link_ns(size, cluster.inter_mbps), cost.link_ns(size, cluster.intra_mbps))
 
 
 class _Columns(NamedTuple):
-    """What :meth:`StaticMethod.columns` holds, as columns."""
+    """The values of :meth:`StaticMethod.columns`, as arrays over groups."""
 
     gathers: Ints
     positions: Ints
@@ -326,7 +348,7 @@ class _Columns(NamedTuple):
 
 
 def _sees_all_before(batch: Batch, mask: LayerMask) -> NDArray[np.bool_]:
-    """Which documents have a slice in which every row sees all keys up to its own."""
+    """Return which documents have a first slice in which every row sees all keys up to its own."""
     at = mask.first[:-1]
     has = at < mask.first[1:]
     found = np.zeros(batch.documents, bool)

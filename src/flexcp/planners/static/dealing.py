@@ -1,14 +1,14 @@
-"""Dealing: which group of a static method gets which documents, where its degree makes several groups.
+"""Dealing: which group of a static method gets which documents, if its degree makes several groups.
 
-- *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: longest first to the group with the
-  fewest tokens.
-- *By load* (``ulysses:8@load``), as WLB-LLM and trainers of reinforcement learning do: most expensive first to the
-  group with the least attention and other layers together. Groups then keep different numbers of tokens, as far as
-  ``max_tokens_per_rank`` has room. Attention is priced as kernels are: by pairs, and for every tile of 128 rows that a
-  document has or is cut into, most of what short ones cost. What moves is not in the price, so where traffic is what
-  takes the time, dealing by load can be the slower of the two.
+- *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: documents go longest first to the
+  group with the fewest tokens.
+- *By load* (``ulysses:8@load``), as WLB-LLM and trainers for reinforcement learning do: documents go most expensive
+  first to the group with the least work, attention and other layers together. Groups then keep different numbers of
+  tokens, as far as ``max_tokens_per_rank`` allows. Attention is priced by pairs and by the tiles of 128 rows that a
+  document has or is cut into, which are most of the cost of short documents. Communication is not part of the price, so
+  if it takes most of the time, dealing by load can be slower than dealing by tokens.
 
-Each group's documents are in stream order.
+The documents of each group are in stream order.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from flexcp.schedule.predict import document_work
 
 Ints = NDArray[np.int64]
 BY_LOAD = "@load"
-"""What follows the name or the degree of a static method that deals by load."""
+"""The ending of the name or argument of a static method that deals by load."""
 
 
 def deals_by_load(text: str) -> bool:
-    """Whether a strategy, or its argument, deals documents by load."""
+    """Return whether a strategy, given by its name or its argument, deals documents by load."""
     return text.endswith(BY_LOAD)
 
 
 def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
-    """The documents of each group, as the request's strategy deals them; ``parts`` is how many each is cut into."""
+    """Return the documents of each group, dealt as the request's strategy says; each document is cut into ``parts``
+    parts.
+    """
     lengths = request.batch.lengths
     if groups == 1 or not deals_by_load(request.argument):
         return deal(lengths, groups)
-    # Parts differ by rounding: none is longer than if all of them were as long as the longest.
+    # Lengths of parts are rounded, so each document counts as if all its parts were as long as the longest.
     most = -(-lengths // parts) * parts
     room = None if request.token_cap is None else request.token_cap * (request.ranks // groups)
     return _deal_by_load(_loads(request, parts), most, groups, room)
 
 
 def _loads(request: Request, parts: int) -> Ints:
-    """What each document costs in pairs over all layers, cut into so many parts."""
+    """Return the cost of each document in pairs over all layers, if it is cut into this many parts."""
     batch, shape, cost = request.batch, request.shape, request.cost
     tiles_of_cuts = np.maximum(np.minimum(batch.lengths, parts) - -(-batch.lengths // TILE_ROWS), 0)
     beside = tiles_of_cuts * cost.row_tile_pairs + batch.lengths * cost.pairs_per_token(shape)
@@ -53,15 +55,18 @@ def _loads(request: Request, parts: int) -> Ints:
 
 
 def deal(lengths: Ints, groups: int) -> list[Ints]:
-    """Documents to groups by tokens: longest first to the one with the fewest."""
+    """Return the documents of each group, dealt by tokens: longest first to the group with the fewest tokens."""
     return _deal_by_load(lengths, lengths, groups, None)
 
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
-    """Documents to groups: the largest load first to the least loaded that has room for its tokens,
-    or where none has to the emptiest.
+    """Return the documents of each group: the largest load goes first, to the least loaded group with room for its
+    tokens.
+
+    If no group has room, the document goes to the group with the fewest tokens. ``room`` is the most tokens of a group,
+    None for no limit.
     """
-    # A group in the heap is one integer, its load x groups + its number: there may be a million documents.
+    # A group in the heap is one integer, load x groups + number, which is fast enough for a million documents.
     heap, kept = list(range(groups)), [0] * groups
     most = int(tokens.sum()) if room is None else room
     order = np.argsort(-loads, kind="stable")

@@ -1,18 +1,18 @@
-"""The static methods, as users know them, with their own traffic.
+"""The static methods that users know, each with its own traffic.
 
 | strategy      | tokens                                         | work                  | traffic                     |
 | ------------- | ---------------------------------------------- | --------------------- | --------------------------- |
-| `dp`          | documents whole, longest to the least loaded   | where the rows are    | none                        |
+| `dp`          | documents whole, longest to the fewest tokens  | where the rows are    | none                        |
 | `ring:d`      | every document in d consecutive parts          | where the rows are    | a group's keys round a ring |
-| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i            | where the rows are    | the same                    |
+| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i            | where the rows are    | as `ring`                   |
 | `allgather:d` | the packed stream in d parts                   | where the rows are    | all keys to all             |
 | `ulysses:d`   | the packed stream in d parts                   | a head group per rank | q, k, v, o exchanged        |
 | `usp:u,r`     | zig-zag over r ring positions, each in u parts | both                  | heads exchanged, keys round |
 
-Without a number the group is all ranks. With one, ranks form groups of that size in order (so inside nodes where it
-divides them) and documents are dealt to groups by tokens, or by load where ``@load`` is said
-(:mod:`flexcp.planners.static.dealing`). Any length, no padding. With a fixed layout the tokens stay where they are, and
-a strategy is its work and traffic only.
+Without a degree, the group is all ranks. With one, ranks form groups of that size in order (so groups are inside nodes
+if the degree divides a node). Documents are dealt to groups by tokens, or by load with ``@load``
+(:mod:`flexcp.planners.static.dealing`). Documents may have any length and are not padded. With a fixed layout the
+tokens stay where they are, and a strategy decides only about work and traffic.
 """
 
 from __future__ import annotations
@@ -43,32 +43,35 @@ Ints = NDArray[np.int64]
 Grid = tuple[tuple[int, ...], ...]
 Ranges = tuple[Ints, Ints]
 STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
+"""The names of the static methods."""
 
 
 def dp(request: Request) -> Placement:
-    """Plain data parallelism: no document is cut."""
+    """Place a batch with plain data parallelism: no document is cut."""
     if _degrees(request):
         raise ValueError(f"dp takes no degree; got 'dp:{request.argument}'")
     return _placed(request, [((r,),) for r in range(request.ranks)], "needed", _whole)
 
 
 def ring(request: Request) -> Placement:
-    """Every document in consecutive parts; keys pass round."""
+    """Place a batch in rings: every document in consecutive parts, keys travel round."""
     return _placed(request, _columns(request, "ring"), "ring", _consecutive)
 
 
 def zigzag(request: Request) -> Placement:
-    """Every document in 2d parts, the i-th and the i-th from the end together; keys pass round."""
+    """Place a batch in rings of d positions: every document in 2d parts, the i-th and the i-th from the end on one
+    position.
+    """
     return _placed(request, _columns(request, "zigzag"), "ring", _zigzag)
 
 
 def allgather(request: Request) -> Placement:
-    """The packed stream in equal parts; everyone gets all keys."""
+    """Place a batch with gathered keys: the packed stream in equal parts, every rank of a group gets all its keys."""
     return _placed(request, _columns(request, "allgather"), "gather", _packed)
 
 
 def ulysses(request: Request) -> Placement:
-    """The packed stream in equal parts; attention in head groups."""
+    """Place a batch by heads: the packed stream in equal parts, attention in head groups."""
     degree = _degree(request, "ulysses")
     _check_split(request.shape, degree, f"ulysses:{degree}")
     grids: list[Grid] = [(tuple(range(g, g + degree)),) for g in range(0, request.ranks, degree)]
@@ -76,7 +79,7 @@ def ulysses(request: Request) -> Placement:
 
 
 def usp(request: Request) -> Placement:
-    """Head groups inside rows of u ranks, a zig-zag ring over r rows."""
+    """Place a batch in grids: head groups inside rows of u ranks, a zig-zag ring over r rows."""
     degrees = _degrees(request)
     if degrees:
         try:
@@ -101,31 +104,35 @@ def usp(request: Request) -> Placement:
 
 
 def _whole(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    """Return the documents uncut."""
     return [(start, start + length)]
 
 
 def _consecutive(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    """Return the ranges of each ring position: consecutive parts of every document."""
     return [(start + length * i // positions, start + length * (i + 1) // positions) for i in range(positions)]
 
 
 def _zigzag(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    """Return the ranges of each ring position: the i-th part of every document and the i-th from its end."""
     parts = _consecutive(start, length, 2 * positions)
     pairs = [(parts[i], parts[2 * positions - 1 - i]) for i in range(positions)]
     return [(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])) for a, b in pairs]
 
 
 def _parts(cutter: Cutter, positions: int) -> int:
-    """Into how many parts of rounded lengths a document is cut."""
+    """Return how many parts of rounded lengths a document is cut into."""
     parts: dict[Cutter, int] = {_consecutive: positions, _zigzag: 2 * positions}
     return parts.get(cutter, 1)
 
 
 def _packed(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    """Return the ranges of each ring position: equal parts of the packed documents."""
     return _evenly((start, start + length), positions)
 
 
 def _evenly(ranges: Ranges, parts: int) -> list[Ranges]:
-    """Ranges, in stream order, cut into parts of equal token count."""
+    """Return the ranges, in stream order, cut into parts with equal numbers of tokens."""
     order = np.argsort(ranges[0], kind="stable")
     start, stop = ranges[0][order], ranges[1][order]
     before = np.cumsum(stop - start) - (stop - start)
@@ -144,8 +151,10 @@ Cutter = Callable[[Ints, Ints, int], list[Ranges]]
 
 
 def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
-    """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row;
-    rows computed in their row of the grid.
+    """Return the placement of a static method.
+
+    The tokens of each group are cut by ``cutter`` over the rows of its grid and evenly inside a row; each row of the
+    grid computes the rows that it keeps.
     """
     refuse_tolerances(request)
     batch = request.batch
@@ -184,7 +193,9 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
 
 
 def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) -> Regions:
-    """What the ranks of each row of a grid keep together, each for its heads."""
+    """Return the regions of grids with several head groups: what the ranks of a row keep together, each rank for its
+    heads.
+    """
     row_of = np.zeros(request.ranks, np.int64)
     row_of[np.array(rows)] = np.arange(len(rows))[:, None]
     row, start, stop = united(row_of[runs.rank], runs.start, runs.stop)
@@ -207,16 +218,18 @@ def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) ->
 
 
 def _columns(request: Request, name: str) -> list[Grid]:
+    """Return the grids of a method without head groups: each group is one column of ring positions."""
     degree = _degree(request, name)
     return [tuple((r,) for r in range(g, g + degree)) for g in range(0, request.ranks, degree)]
 
 
 def _degrees(request: Request) -> str:
-    """What is said of degrees, without how documents are dealt."""
+    """Return the part of the argument that gives degrees, without ``@load``."""
     return request.argument.removesuffix(BY_LOAD)
 
 
 def _degree(request: Request, name: str) -> int:
+    """Return the degree that the argument gives, or all ranks."""
     if not _degrees(request):
         return request.ranks
     try:
@@ -230,6 +243,7 @@ def _degree(request: Request, name: str) -> int:
 
 
 def _check_split(shape: Shape, split: int, name: str) -> None:
+    """Raise Refused if heads cannot be split into this many groups; ``name`` is the strategy, for the message."""
     if shape.heads % split:
         raise Refused(
             f"{name} splits {shape.heads} query heads over {split} ranks, which does not divide; "
