@@ -141,9 +141,11 @@ mutants: .venv/ready
 planted: .venv/ready
 	$(BIN)/python benchmarks/planted.py --page docs/results/planted.md
 
-# 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md.
+# 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md, where a run on a GPU
+# (benchmarks/soak.py --device cuda) has its section too.
 soak: .venv/ready
-	$(BIN)/python benchmarks/soak.py --steps 5000 --write docs/results/soak.md
+	$(BIN)/python benchmarks/soak.py --steps 5000 --write benchmarks/soak_cpu.json
+	$(BIN)/python benchmarks/soak.py --page benchmarks/soak_cpu.json $(wildcard benchmarks/soak_h200.json)
 
 # The tests that the table of trainers stands on, the examples over 20 steps (CI runs 4); writes docs/trainers.md.
 trainers: .venv/ready
