@@ -56,6 +56,7 @@ KEYS = [
     "pays",
     "verdict",
     "why",
+    "memory",
     "code",
 ]
 
