@@ -22,7 +22,7 @@ import flexcp.compare.advice as advice_module
 from flexcp.batch import make_batch
 from flexcp.calibration import Calibration
 from flexcp.cli.main import app
-from flexcp.cli.shared.document_lengths import document_lengths
+from flexcp.data.document_lengths import document_lengths
 from flexcp.clusters import cluster
 from flexcp.compare.advice import Advice, Answer, Question, advise, answers_of, deal, request_of
 from flexcp.compare.static_choice import spread_over

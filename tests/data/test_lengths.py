@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexcp.cli.shared.document_lengths import document_lengths
+from flexcp.data.document_lengths import document_lengths
 from flexcp.data import dataset_lengths
 from flexcp.data.lengths import DISTRIBUTIONS, cut_batches, draw_lengths, jsonl_lengths, parse_lengths
 
