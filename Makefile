@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted soak coverage clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -140,6 +140,14 @@ mutants: .venv/ready
 # A bug put into each area, and how soon the fuzzer finds it; writes docs/results/planted.md.
 planted: .venv/ready
 	$(BIN)/python benchmarks/planted.py --page docs/results/planted.md
+
+# Every fault of docs/trust.md on real ranks, processes and files.
+FAULTS := tests/executor/exchange/test_failures.py tests/executor/exchange/test_transports.py \
+  tests/executor/exchange/test_plan_agreement.py tests/telemetry/test_sample.py tests/measure/test_ranks.py \
+  tests/data/test_planning_pool.py tests/data/test_resume.py tests/cli/test_interrupt.py tests/cli/test_port_in_use.py \
+  tests/io/test_atomic_files.py tests/arrays/test_jit.py tests/test_clocks.py tests/fuzz/test_readers.py
+faults: .venv/ready
+	$(BIN)/python -m pytest $(FAULTS)
 
 # 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md, where a run on a GPU
 # (benchmarks/soak.py --device cuda) has its section too.

@@ -104,7 +104,12 @@ def record(answers: list[Soaked], asked: argparse.Namespace, seconds: float) -> 
 
 def page(found: list[dict[str, Any]]) -> str:
     """Return the page of results: a section for each run."""
-    return "# Soak\n\n" + "\n".join(section(one) for one in found)
+    head = (
+        "# Soak\n\n**Measured** on the dates of the sections, by `make soak` and `python benchmarks/soak.py --device "
+        "cuda`: steps of changing batches in one process. A rank may hold 2 % more memory at the end than after step "
+        f"{SETTLED}, and no more threads, files or sockets.\n\n"
+    )
+    return head + "\n".join(section(one) for one in found)
 
 
 def section(found: dict[str, Any]) -> str:

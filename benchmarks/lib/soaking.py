@@ -91,7 +91,13 @@ def held(device: str = "cpu") -> Held:
 
 
 def soak(
-    group: dist.ProcessGroup, steps: int, settled: int, seed: int, device: str = "cpu", seconds: float | None = None
+    group: dist.ProcessGroup,
+    steps: int,
+    settled: int,
+    seed: int,
+    device: str = "cpu",
+    seconds: float | None = None,
+    check_every: int = CHECK_EVERY,
 ) -> Generator[str, None, Soaked]:
     """Run ``steps`` steps on this rank, or as many as fit into ``seconds``; yields progress messages."""
     rng, ranks, begin = random.Random(seed), dist.get_world_size(group), time.monotonic()
@@ -113,7 +119,7 @@ def soak(
             )
         plan = _drawn(rng, ranks, device)
         _step(flexcp.bind(plan, group), number, device)
-        if number % CHECK_EVERY == CHECK_EVERY - 1:
+        if number % check_every == check_every - 1:
             checked += 1
             wrong += _compared(group, plan, number, device)
     same = all(torch.equal(a, b) for a, b in zip(first, _fixed(group, ranks, device), strict=True))
