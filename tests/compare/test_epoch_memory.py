@@ -5,6 +5,7 @@ of long data the passes with the longest documents are planned; refusals are tol
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_of_long_data_the_passes_with_the_longest_documents_are_planned() -> Non
         longest[number] = 1000 + number
     numbers = passes_to_plan(longest)
     assert {3, 77, 499} <= set(numbers) and len(numbers) == len(set(numbers)) == MOST_PASSES
-    assert max(b - a for a, b in zip(numbers, numbers[1:], strict=False)) < 100, "the others are spread over all"
+    assert max(b - a for a, b in pairwise(numbers)) < 100, "the others are spread over all"
     assert passes_to_plan(longest[:MOST_PASSES]) == list(range(MOST_PASSES))
     text = EpochMemory("auto", 2_500_000, 1, 7, 900, 500, MOST_PASSES).words()
     assert "over an epoch of 500 passes, of which 24 were planned, those with the longest documents among them" in text

@@ -93,9 +93,9 @@ def advise(
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
-    from flexcp.data.document_lengths import document_lengths
     from flexcp.compare.advice import Question, advise
     from flexcp.compare.tree_advice import advise_trees, read_trees
+    from flexcp.data.document_lengths import document_lengths
     from flexcp.data.lengths import batch_tokens
     from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 
