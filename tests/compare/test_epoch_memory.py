@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -23,40 +25,49 @@ from flexcp.models.find import find_model
 from flexcp.planner import Planner
 from flexcp.planners.request import Refused, Request
 
-QUESTION = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 4096, 14_336)
-EPOCH = [*[500] * 100, 14_000, *[500] * 60]
-"""Of its seven passes one holds a long document. The three that are simulated hold only short ones."""
+QUESTION = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 8192, 28_672, today="ring")
+PASS = [9000, *[400] * 49]
+EPOCH = [*PASS * 3, 28_000, *PASS * 3]
+"""Seven passes, the fourth of one long document; the first, the third and the fifth are simulated."""
 
 
 def requested(number: int) -> Request:
     return request_of(QUESTION, make_batch(deal(EPOCH, QUESTION)[number], masks=QUESTION.masks))
 
 
-def test_the_worst_rank_of_all_passes_is_told() -> None:
-    found = advise(QUESTION, EPOCH)
-    passes = deal(EPOCH, QUESTION)
-    assert found.longest_in[0] == 0, "a test of nothing: the long document was simulated"
-    assert found.memory is not None and found.memory.planned == found.passes == len(passes)
-    assert 14_000 in passes[found.memory.pass_number]
-    training = QUESTION.training
-    planner = Planner(
-        32, 8, 128, cluster=QUESTION.cluster, strategy="auto", max_tokens_per_rank=4096, training=training
-    )
+def test_it_is_the_worst_rank_of_all_passes() -> None:
+    found, passes = advise(QUESTION, EPOCH), deal(EPOCH, QUESTION)
+    assert [28_000] in passes and found.longest_in == (0, 1), "a test of nothing: the long document was simulated"
     assert found.verdict != "static", "a test of another method"
+    assert found.memory is not None and found.memory.planned == found.passes == len(passes) == 7
+    planner = Planner(
+        32, 8, 128, cluster=QUESTION.cluster, strategy="auto", max_tokens_per_rank=8192, training=QUESTION.training
+    )
     layout = {"layout": "contiguous"} if found.verdict == "swap" else {}
-    totals = []
-    for lengths in passes:
-        plan = planner(lengths, masks=QUESTION.masks, **layout)
-        totals.append([plan.memory(rank).total for rank in range(4)])
+    plans = [planner(lengths, masks=QUESTION.masks, **layout) for lengths in passes]
+    totals = [[plan.memory(rank).total for rank in range(4)] for plan in plans]
     assert found.memory.bytes == max(map(max, totals)) == totals[found.memory.pass_number][found.memory.rank]
-    assert found.memory.bytes > max(plan.memory(rank).total for plan in found.chosen.plans for rank in range(4))
+    assert found.memory.most_tokens == max(int(plan.placement.tokens.max()) for plan in plans)
+
+
+def test_every_pass_and_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {3: [5, 9, 2], 4: [8, 1, 1]}
+
+    def made(request: int, name: str, search: bool) -> tuple[str, object]:
+        needed, tokens = needs.get(request, [1, 1, 1]), np.array([request, 1, 1])
+        memory = lambda rank: SimpleNamespace(total=needed[rank])  # noqa: E731
+        return name, SimpleNamespace(ranks=3, memory=memory, placement=SimpleNamespace(tokens=tokens))
+
+    monkeypatch.setattr(module, "planned", made)
+    found = epoch_memory("auto", "auto", [1] * 7, lambda number: number)  # type: ignore[arg-type, return-value]
+    assert (found.bytes, found.rank, found.pass_number, found.most_tokens) == (9, 1, 3, 6)
 
 
 def test_text_and_json_have_the_number_whatever_is_advised(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
-    for lengths, static in ((EPOCH, False), ([512] * 112, True)):
+    for lengths, static, today in ((EPOCH, False, ["--today", "ring"]), ([512] * 112, True, [])):
         path.write_text("\n".join(map(str, lengths)))
-        words = ["advise", str(path), "--cluster", "h100:1x4", "--max-tokens-per-rank", "4096"]
+        words = ["advise", str(path), "--cluster", "h100:1x4", "--max-tokens-per-rank", "8192", *today]
         found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
         assert (found["verdict"] == "static") == static
         memory = found["memory"]
@@ -85,7 +96,7 @@ def test_refused_passes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.planned
 
     def refusing(request: Request, name: str, search: bool) -> object:
-        if int(request.batch.lengths.max()) > 1000:
+        if int(request.batch.lengths.max()) > 10_000:
             raise Refused("too long for a test")
         return real(request, name, search)
 
@@ -93,6 +104,6 @@ def test_refused_passes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = epoch_memory("auto", "auto", longest, requested)
     assert (found.refused, found.planned) == (1, len(longest)) and found.bytes > 0
     assert found.words().endswith("It refuses 1 of the planned passes: too long for a test.")
-    alone = [number for number, length in enumerate(longest) if length > 1000]
+    alone = [number for number, length in enumerate(longest) if length > 10_000]
     with pytest.raises(Refused, match="too long for a test"):
-        epoch_memory("auto", "auto", [14_000], lambda _: requested(alone[0]))
+        epoch_memory("auto", "auto", [28_000], lambda _: requested(alone[0]))
