@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted soak clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -141,9 +141,27 @@ mutants: .venv/ready
 planted: .venv/ready
 	$(BIN)/python benchmarks/planted.py --page docs/results/planted.md
 
-# 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md.
+# Every fault of docs/trust.md on real ranks, processes and files.
+FAULTS := tests/executor/exchange/test_failures.py tests/executor/exchange/test_transports.py \
+  tests/executor/exchange/test_plan_agreement.py tests/telemetry/test_sample.py tests/measure/test_ranks.py \
+  tests/data/test_planning_pool.py tests/data/test_resume.py tests/cli/test_interrupt.py tests/cli/test_port_in_use.py \
+  tests/io/test_atomic_files.py tests/arrays/test_jit.py tests/test_clocks.py tests/fuzz/test_readers.py
+faults: .venv/ready
+	$(BIN)/python -m pytest $(FAULTS)
+
+# 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md, where a run on a GPU
+# (benchmarks/soak.py --device cuda) has its section too.
 soak: .venv/ready
-	$(BIN)/python benchmarks/soak.py --steps 5000 --write docs/results/soak.md
+	$(BIN)/python benchmarks/soak.py --steps 5000 --write benchmarks/soak_cpu.json
+	$(BIN)/python benchmarks/soak.py --page benchmarks/soak_cpu.json $(wildcard benchmarks/soak_h200.json)
+
+# Which lines of the sources tests run, processes and ranks that they start included; two to three times as long as make tests.
+# TESTS="tests/plan tests/io" runs some of them. Writes build/coverage.json; docs/results/coverage.md has the last result.
+coverage: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[coverage]"
+	mkdir -p build
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report= --cov-report=json:build/coverage.json $(TESTS)
+	$(BIN)/python benchmarks/covered.py build/coverage.json --tests "$(if $(TESTS),$(TESTS),all tests)" --page docs/results/coverage.md
 
 # The tests that the table of trainers stands on, the examples over 20 steps (CI runs 4); writes docs/trainers.md.
 trainers: .venv/ready

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ PAGE = Path(__file__).parents[1] / "docs/trust.md"
 BEGIN, END = "<!-- campaigns -->\n", "<!-- end of campaigns -->\n"
 
 
-def table(runs: list[dict[str, Any]], machine: str) -> str:
+def table(runs: list[dict[str, Any]], machine: str, day: str) -> str:
     """Return the table with one row per campaign."""
     names = ("seed", "cases", "refused", "plans", "on real ranks", "jobs", "seconds", "failed")
-    head = f"**Measured** on {machine}:\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
+    head = f"**Measured** {day} on {machine}:\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
     rows = [
         f"| {run['seed']} | {run['cases']:,} | {run['refused']:,} | {run['plans']:,} | {run['on_ranks']:,} | "
         f"{run['jobs']} | {run['seconds']:.0f} | {_failed(run)} |"
@@ -48,9 +49,10 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("summaries", type=Path, nargs="+")
     parser.add_argument("--on", required=True, help="the machine, in words")
+    parser.add_argument("--date", default=date.today().isoformat(), help="the day of the runs; today by default")
     asked = parser.parse_args(words)
     runs = [json.loads(path.read_text()) for path in asked.summaries]
-    PAGE.write_text(with_table(PAGE.read_text(), table(runs, asked.on)))
+    PAGE.write_text(with_table(PAGE.read_text(), table(runs, asked.on, asked.date)))
 
 
 if __name__ == "__main__":

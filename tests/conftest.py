@@ -72,3 +72,8 @@ def pool() -> Iterator[RankPool]:
         for count in range(1, ranks.size):
             ranks.run(dist.get_world_size, ranks=count)
         yield ranks
+        # Ranks end by themselves when nobody can call them any more, so that make coverage hears what they ran.
+        for pipe in ranks.pipes:
+            pipe.close()
+        for process in ranks.processes:
+            process.join(5)

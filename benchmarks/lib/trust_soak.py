@@ -20,7 +20,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     seconds = max(5.0, setting.left - SPARE)
     answers = on_ranks(setting, 2, soaked, steps, settled, setting.seed, setting.device, seconds)
     for rank, found in enumerate(answers):
-        grown = verdicts([found.before], [found.after], found.same)
+        grown = verdicts([found.before], [found.after], found.same) + list(found.wrong)
         if setting.small:  # memory has not settled after so few steps
             grown = [line for line in grown if "memory" not in line]
         yield {

@@ -22,12 +22,12 @@ import flexcp.compare.advice as advice_module
 from flexcp.batch import make_batch
 from flexcp.calibration import Calibration
 from flexcp.cli.main import app
-from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
 from flexcp.compare.advice import Advice, Answer, Question, advise, answers_of, deal, request_of
 from flexcp.compare.static_choice import spread_over
 from flexcp.compare.why_static import losses, why_static
 from flexcp.cost import CostModel
+from flexcp.data.document_lengths import document_lengths
 from flexcp.masks import causal, window
 from flexcp.models.find import find_model
 from flexcp.report.advice_words import _documents, _setting
@@ -56,6 +56,7 @@ KEYS = [
     "pays",
     "verdict",
     "why",
+    "memory",
     "code",
 ]
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
+from flexcp.io.sizes import size
 
 STAR = {"parents": [-1, 0, 0, 0, 0], "lengths": [4096, 256, 256, 256, 256]}
 SETTING = ["--cluster", "h100:1x2", "--max-tokens-per-rank", "16k"]
@@ -27,7 +28,11 @@ def test_what_trees_save(tmp_path: Path) -> None:
     assert found["separate"]["documents"] == 8 and found["separate"]["pairs"] == 8 * (4352 * 4353 // 2)
     assert found["trees"]["pairs"] == 2 * (4096 * 4097 // 2 + 4 * (256 * 4096 + 256 * 257 // 2))
     assert found["simulated"] and 2 < found["gain"] < 4352 * 8 / (5120 * 2) * 1.5
+    needed = [found[side]["max_rank_memory_bytes"] for side in ("trees", "separate")]
+    assert needed[0] * 2 < needed[1], "a third of the tokens"
     words = CliRunner().invoke(app, ["advise", str(path), *SETTING])
+    told = " ".join(words.output.split())
+    assert f"at most {size(needed[0])} on a rank as trees, {size(needed[1])} as documents of their own" in told
     assert (
         "2 trees hold 8 sequences: 10,240 tokens in the place of 34,816" in words.output and "Simulated" in words.output
     )

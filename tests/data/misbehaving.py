@@ -5,6 +5,7 @@ planner processes import this file.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -36,7 +37,10 @@ class Misbehaving:
         if os.getpid() != self.home:
             self._do_once("die", lambda: os.kill(os.getpid(), signal.SIGKILL))
             self._do_once("stop", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+            self._do_once("exhaust", _exhaust)
             self._do_once("slow", lambda: time.sleep(1.5))
+            if (self.folder / "always exhaust").exists():
+                _exhaust()
             if (self.folder / "always die").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
         if (self.folder / f"fail {tokens}").exists():
@@ -49,6 +53,13 @@ class Misbehaving:
         except FileNotFoundError:
             return
         act()
+
+
+def _exhaust() -> None:
+    """Ask for more memory than this process may have, as a planner does where the machine has none left."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    np.ones(1 << 30, np.uint8)
 
 
 class Unloadable:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.data import dataset_lengths
+from flexcp.data.document_lengths import document_lengths
 from flexcp.data.lengths import DISTRIBUTIONS, cut_batches, draw_lengths, jsonl_lengths, parse_lengths
 
 # The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget

@@ -72,6 +72,26 @@ def test_a_plan_that_kills_every_worker_is_an_error(tmp_path: Path) -> None:
         assert [b.samples.tolist() for b in data] == EXPECTED
 
 
+def test_a_worker_without_memory_is_replaced_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "exhaust").touch()
+    with (
+        loader(tmp_path) as data,
+        pytest.warns(RuntimeWarning, match="a planner process ran out of memory over step 0; another process repeats"),
+    ):
+        assert [batch.samples.tolist() for batch in data] == EXPECTED
+    assert data.stats.deaths == 1 and data.stats.planned_ahead == len(EXPECTED)
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "always exhaust").touch()
+    with loader(tmp_path) as data, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(PlanningError, match=r"step 0 .*: 3 planner processes ended over it, .*ran out of memory"):
+            next(iter(data))
+        (tmp_path / "always exhaust").unlink()
+        assert [b.samples.tolist() for b in data] == EXPECTED
+
+
 def test_a_stopped_worker_is_ended_and_its_step_planned_here(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     with loader(tmp_path, patience=3.0) as data:

@@ -22,10 +22,10 @@ def test_good_files_are_read(tmp_path: Path) -> None:
 
 def test_changed_files_are_read_or_refused(tmp_path: Path) -> None:
     read, refused = Counter[str](), Counter[str]()
-    for kind, was_read, problem in fuzz_readers(800, 0, tmp_path):
+    for kind, was_read, problem in fuzz_readers(960, 0, tmp_path):
         assert problem is None, f"{problem.kind}: {problem.message}\n{problem.content[:500]!r}"
         (read if was_read else refused)[kind] += 1
-    assert len(refused) == 10 and len(read) >= 6
+    assert len(refused) == 12 and len(read) >= 8
 
 
 @pytest.mark.parametrize(

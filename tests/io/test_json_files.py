@@ -82,7 +82,7 @@ def test_a_line_of_documents_is_named(
 
 
 def test_what_a_line_holds_besides_is_not_looked_at(tmp_path: Path) -> None:
-    from flexcp.cli.shared.document_lengths import document_lengths
+    from flexcp.data.document_lengths import document_lengths
 
     file = tmp_path / "documents.jsonl"
     file.write_text('{"input_ids": [1, 2, 3], "score": NaN, "id": 18446744073709551615}\n')

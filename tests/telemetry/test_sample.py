@@ -18,6 +18,7 @@ from runs import HEADS, LENGTHS, TOKENS, kernel_forward, plan_for, qkv, sinks_of
 from torch import Tensor
 
 import flexcp
+from flexcp.executor.exchange.transports import HostExchange
 from flexcp.executor.kernels import Settings
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
@@ -133,6 +134,42 @@ def test_one_rank_with_a_wrong_kernel_stops_all(
         assert answer["dumps"] == 1
         assert "flexcp verify @" in answer["notes"][0]
     assert len(list(tmp_path.glob("flexcp-dump-*.json"))) == 3
+
+
+class Corrupting(HostExchange):
+    """A transport that changes one number of every message that it sends: a bit of its exponent."""
+
+    def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
+        changed = message.clone()
+        if len(changed) >= 8:
+            changed[6] ^= 0x10
+        self.kept = [*getattr(self, "kept", []), changed]  # until it has left
+        return super().send(changed, peer, tag)
+
+
+def on_corruption(group: dist.ProcessGroup, plan: Plan, folder: str) -> dict[str, Any]:
+    """Two calls, of which the second is checked; rank 0 sends corrupted messages."""
+    telemetry = flexcp.Telemetry(folder, check_every=2, check_rows=TOKENS, stall=None)
+    step = flexcp.bind(plan, group, telemetry=telemetry)
+    inputs = qkv(step)
+    if step.rank == 0:
+        step.passes.host_exchange = Corrupting
+    done = 0
+    try:
+        for _ in range(2):
+            flexcp.attention(*inputs, step)
+            done += 1
+    except flexcp.MismatchError as error:
+        return {"done": done, "error": str(error)}
+    return {"done": done, "error": ""}
+
+
+def test_a_message_whose_bytes_were_changed_on_its_way_stops_all(pool: RankPool, tmp_path: Path) -> None:
+    """Transports carry no checksums of their own; check_every is what finds it."""
+    answers = pool.run(on_corruption, plan_for(3, flexcp.full(), "ring"), str(tmp_path), ranks=3)
+    for answer in answers:
+        assert answer == answers[0] and answer["done"] == 1
+        assert "kept by rank 1" in answer["error"] or "kept by rank 2" in answer["error"], "rank 0 got what was sent"
 
 
 def test_right_results_go_on(pool: RankPool, tmp_path: Path) -> None:

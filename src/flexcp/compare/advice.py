@@ -16,6 +16,9 @@ passes spread over the data are simulated with :func:`flexcp.compare.compare.com
 
 A document that is longer than all ranks together can keep is refused even if its pass is not simulated.
 
+The advised answer is then planned for more passes, to tell how much memory its ranks need over an epoch
+(:mod:`flexcp.compare.epoch_memory`).
+
 The advice is to change something only if the gain exceeds the error of the cost model. If the advice is to stay static,
 :mod:`flexcp.compare.why_static` gives the reason.
 """
@@ -29,6 +32,7 @@ from flexcp.arrays.totals import imbalance
 from flexcp.batch import Batch, make_batch
 from flexcp.clusters import Cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, compare_batches, planned
+from flexcp.compare.epoch_memory import EpochMemory, epoch_memory
 from flexcp.compare.static_choice import first_of_fastest, spread_over
 from flexcp.cost import CostModel
 from flexcp.data.lengths import batch_tokens, cut_batches, left_out_words
@@ -140,7 +144,7 @@ class Advice:
     ``longest_in`` counts the passes with a document of the greatest length, first among the simulated passes, then
     among all. ``by_load`` is *static by load* and ``in_layout`` *static in that layout*; either is None if no method
     fits. ``left_out`` tells in words which documents at the end are in no pass; it is empty if every document is in a
-    pass.
+    pass. ``memory`` is what attention needs on the worst rank over an epoch with the advised answer.
     """
 
     question: Question
@@ -154,6 +158,7 @@ class Advice:
     by_load: Answer | None = None
     in_layout: Answer | None = None
     left_out: str = ""
+    memory: EpochMemory | None = None
 
     @property
     def margin(self) -> float:
@@ -250,7 +255,21 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
     seen, in_all = (sum(max(found) == max(lengths) for found in some) for some in (looked_at, passes))
     answers = (static, swap, free, bound, (seen, in_all), by_load, in_layout, left_out_words(lengths, passes, "pass"))
-    return Advice(question, tuple(lengths), len(passes), *answers)
+    found = Advice(question, tuple(lengths), len(passes), *answers)
+    return replace(found, memory=_memory(found, passes, tell))
+
+
+def _memory(advice: Advice, passes: Sequence[Sequence[int]], tell: Callable[[str], None]) -> EpochMemory:
+    """Return what attention needs on the worst rank over all passes with the advised answer."""
+    question, answer = advice.question, advice.chosen
+
+    def request(number: int) -> Request:
+        batch = make_batch(passes[number], masks=question.masks)
+        layout = user_layout("contiguous", batch.tokens, question.cluster.ranks) if answer is advice.swap else None
+        return replace(request_of(question, batch), layout=layout)
+
+    strategy = answer.name if advice.verdict == "static" else "auto"
+    return epoch_memory(answer.name, strategy, [max(lengths) for lengths in passes], request, tell)
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:

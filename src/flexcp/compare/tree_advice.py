@@ -16,9 +16,12 @@ import numpy as np
 
 from flexcp.batch import make_batch
 from flexcp.compare.advice import MOST_PASSES, Answer, Question, answers_of, deal, fastest, request_of
+from flexcp.compare.epoch_memory import epoch_memory
 from flexcp.compare.static_choice import spread_over
 from flexcp.io.json_files import json_line
+from flexcp.io.sizes import size
 from flexcp.masks import Mask, area, causal, tree, tree_under, window_of, windowed
+from flexcp.planners.request import Request
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Side:
     """The data in one form, as trees or as separate sequences.
 
     ``pairs`` are the (query, key) pairs of a causal layer; ``total_ns`` is the simulated time of all passes;
-    ``strategy`` names what ``auto`` chose.
+    ``strategy`` names what ``auto`` chose; ``max_rank_memory_bytes`` is what attention needs on the worst rank in any
+    of the passes that were planned for it (:mod:`flexcp.compare.epoch_memory`).
     """
 
     documents: int
@@ -35,6 +39,7 @@ class Side:
     passes: int
     total_ns: int
     strategy: str
+    max_rank_memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class TreeAdvice:
             f"Simulated, with auto on both sides: {a.total_ns / 1e6:,.1f} ms in {a.passes} passes as trees "
             f"({a.strategy}), {b.total_ns / 1e6:,.1f} ms in {b.passes} as documents of their own ({b.strategy}): "
             f"{self.gain:.2f} times the speed.",
+            f"Attention needs at most {size(a.max_rank_memory_bytes)} on a rank as trees, "
+            f"{size(b.max_rank_memory_bytes)} as documents of their own: one arena, and what all layers keep for their "
+            "backward without recomputation.",
         ]
 
 
@@ -105,13 +113,15 @@ def _side(question: Question, documents: Sequence[Mask | int], tell: Callable[[s
     rules = [causal() if isinstance(d, int) else d for d in documents]
     cut = deal(lengths, question)
     first = np.cumsum([0, *map(len, cut)]).tolist()
-    looked_at = spread_over([list(range(a, b)) for a, b in pairwise(first)], MOST_PASSES)
-    requests = []
-    for members in looked_at:
+    passes = [list(range(a, b)) for a, b in pairwise(first)]
+    looked_at = spread_over(passes, MOST_PASSES)
+
+    def request(members: list[int]) -> Request:
         chosen = [rules[d] for d in members]
         masks = {name: (_in_layer(chosen, mask), layers) for name, (mask, layers) in question.masks.items()}
-        requests.append(request_of(question, make_batch([lengths[d] for d in members], masks=masks)))
-    answer: Answer | None = fastest(answers_of(question, requests, ("auto",), tell))
+        return request_of(question, make_batch([lengths[d] for d in members], masks=masks))
+
+    answer: Answer | None = fastest(answers_of(question, [request(members) for members in looked_at], ("auto",), tell))
     if answer is None:
         raise ValueError(
             f"no strategy fits these documents on {question.cluster}; raise --max-tokens-per-rank or use more ranks"
@@ -119,7 +129,9 @@ def _side(question: Question, documents: Sequence[Mask | int], tell: Callable[[s
     pairs = sum(int(area(rule.slices(n)).sum()) for rule, n in zip(rules, lengths, strict=True))
     total = answer.total_ns * sum(lengths) // sum(lengths[d] for members in looked_at for d in members)
     names = ", ".join(dict.fromkeys(plan.strategy for plan in answer.plans))
-    return Side(len(documents), sum(lengths), pairs, len(cut), total, names)
+    longest = [max(lengths[d] for d in members) for members in passes]
+    memory = epoch_memory("auto", "auto", longest, lambda number: request(passes[number]), tell)
+    return Side(len(documents), sum(lengths), pairs, len(cut), total, names, memory.bytes)
 
 
 def _in_layer(rules: Sequence[Mask], layer: Mask) -> list[Mask]:

@@ -28,7 +28,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from flexcp.io.plain_values import shown
+from flexcp.io.plain_values import shown, shown_names
 
 Rng = np.random.Generator
 FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
@@ -302,7 +302,7 @@ def _json_length(line: str, field: str | None, where: str) -> int:
         name = field or next((n for n in JSONL_FIELDS if n in value), "")
         if name not in value:
             raise ValueError(
-                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}: "
+                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {shown_names(value)}: "
                 f"give lengths or lists of token ids; {ADVISE_ALONE}"
             )
         value = value[name]

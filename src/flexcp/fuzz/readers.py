@@ -21,6 +21,7 @@ from flexcp.calibration import Calibration, read_calibration
 from flexcp.clusters import cluster
 from flexcp.compare.tree_advice import read_trees
 from flexcp.cost import CostModel
+from flexcp.data.document_lengths import document_lengths
 from flexcp.data.lengths import jsonl_lengths, parse_lengths
 from flexcp.data.loader import Loader
 from flexcp.fuzz.cases import Case, Layer, read_case, save_case
@@ -29,10 +30,14 @@ from flexcp.models.config import read_config
 from flexcp.plan.file import PlanFormatError, load_plan, save_plan
 from flexcp.planner import Planner
 from flexcp.telemetry.dump import read_dump, write_dump
+from flexcp.train.documents import Documents
+from flexcp.train.source import check_data
 
 LONGEST_MESSAGE = 1000
 EXTREMES = (0, -1, 1, 2**31, 2**53, 2**62, 2**63, -(2**63), 10**30, 10**4000, 1e308, 1e-320, -0.0, 0.5)
 ODD: tuple[Any, ...] = (None, True, "", "\x1b[2J\n", "\ud800", "x" * 3000, [], {}, [[]], {"a": 1}, [None], "NaN", "1e9")
+NAMES = ("", "\x1b[2J\n", "\ud800", "x" * 3000, "length")
+"""Names of fields in the place of those that a file had."""
 TEXTS = (
     "[" * 100_000,
     '{"a":' * 50_000,
@@ -106,6 +111,13 @@ def readers(folder: Path) -> list[Reader]:
         Reader("lengths", ".txt", b"4096\n4k\n17\n1\n", lambda path: parse_lengths(f"@{path}")),
         Reader("lengths as JSON", ".jsonl", b'{"length": 4}\n[1, 2]\n7\n', jsonl_lengths),
         Reader(
+            "documents",
+            ".jsonl",
+            b'{"input_ids": [4, 5], "source": "web"}\n{"tokens": [1]}\n{"length": 9}\n',
+            lambda path: document_lengths(str(path), None, None),
+        ),
+        Reader("training text", ".txt", b"A first paragraph.\n\nA second one.\n", _training_text),
+        Reader(
             "cost model", ".json", _json(calibration.to_json()), lambda path: read_calibration(path).on(cluster("h100"))
         ),
         Reader("dump", ".json", _json(dump), read_dump),
@@ -118,6 +130,11 @@ def readers(folder: Path) -> list[Reader]:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
+
+
+def _training_text(path: Path) -> object:
+    check_data(str(path))
+    return Documents(str(path), 8, 256).paragraphs
 
 
 def _masks(trees: Any) -> object:
@@ -145,7 +162,7 @@ def changed(reader: Reader, rng: random.Random) -> bytes:
     way = rng.randrange(6)
     if way == 0:
         return rng.choice(TEXTS).encode("utf-8", errors="surrogatepass")
-    if way < 3 or reader.kind in ("plan", "lengths"):
+    if way < 3 or reader.kind in ("plan", "lengths", "training text"):
         return _changed_bytes(reader.good, rng)
     lines = [json.loads(line) for line in (reader.good.splitlines() if reader.suffix == ".jsonl" else [reader.good])]
     for _ in range(rng.choice((1, 1, 2, 4))):
@@ -181,9 +198,11 @@ def change_value(here: Any, rng: random.Random) -> None:
         if isinstance(here[key], dict | list) and here[key] and rng.random() < 0.8:
             here = here[key]
             continue
-        what = rng.randrange(5)
+        what = rng.randrange(6)
         if what == 0:
             here.pop(key)
+        elif what == 5 and isinstance(here, dict):
+            here[rng.choice(NAMES)] = here.pop(key)
         elif what == 1 and isinstance(here, list):
             here.insert(key, copy.deepcopy(here[key]))
         elif what == 2:

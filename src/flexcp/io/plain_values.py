@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexcp.io.terminal_text import visible
+
 MAX_NUMBER = 1 << 62
 
 
@@ -61,6 +63,11 @@ def shown(value: Any, most: int = 80) -> str:
     except (ValueError, RecursionError):  # for a number of thousands of digits, or deeply nested lists
         return f"a {type(value).__name__} too large to show"
     return words if len(words) <= most else f"{words[:most]}..."
+
+
+def shown_names(record: dict[str, Any]) -> str:
+    """Return the names of an object's first fields for an error message, each cut off if it is long."""
+    return ", ".join(visible(name[:40]) for name in list(record)[:8]) or "no field"
 
 
 def _short(value: Any) -> str:

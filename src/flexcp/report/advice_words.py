@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flexcp.compare.advice import Advice, Answer
 from flexcp.compare.why_static import why_static
-from flexcp.io.sizes import count_of, size
+from flexcp.io.sizes import count_of
 from flexcp.known_errors.words import in_a_sentence, sure_words
 from flexcp.masks import Mask, area
 
@@ -159,11 +159,16 @@ def _in_what_was_seen(advice: Advice) -> str:
     )
 
 
+def _memory(advice: Advice) -> list[str]:
+    return [] if advice.memory is None else [advice.memory.words()]
+
+
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
             f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} "
             f"%{_in_what_was_seen(advice)}, because {why_static(advice)}.",
+            *_memory(advice),
             how_sure(advice),
             "Ask again when lengths, ranks or the mask change, "
             "or with --cost and your own calibration (flexcp calibrate).",
@@ -180,12 +185,10 @@ def _todo(advice: Advice) -> list[str]:
         if q.micro_batches > 1
         else "One pass a step fits; no micro-batches."
     )
-    memory = max(plan.memory(rank).total for plan in answer.plans for rank in range(plan.ranks))
     return [
         what,
         micro,
-        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs at most {size(memory)} on a rank: "
-        "one arena, and what all layers keep for their backward without recomputation.",
+        *_memory(advice),
         how_sure(advice),
         "Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
     ]

@@ -5,18 +5,25 @@ Ranks are threads with one store in memory.
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+import flexcp
 from flexcp.executor.exchange.plan_agreement import agree, said_by_all
 from flexcp.executor.exchange.rank_calls import CallSettings
+from flexcp.measure.ranks import RankPool
+from flexcp.plan.plan import Plan
 
 SOON = timedelta(seconds=0.4)
 
@@ -103,6 +110,34 @@ def test_who_did_not_come_is_named() -> None:
         agree("a" * 40, Group(0, 3, store), SOON)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"only 2 of 3 ranks came to bind number 1 .*, without rank 2; a rank"):
         agree("a" * 40, Group(1, 3, store), SOON)  # type: ignore[arg-type]
+
+
+def with_a_full_store(group: dist.ProcessGroup, plan: Plan, path: str) -> tuple[str, float]:
+    """Bind through a store in a file of which rank 1 may not write one byte more, as on a full disk."""
+    store, soft_and_hard = dist.FileStore(path, 2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    store.set(f"begun/{dist.get_rank(group)}", "")
+    if dist.get_rank(group) == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, soft_and_hard[1]))
+    begin = time.monotonic()
+    try:
+        with patch.object(dist.ProcessGroup, "get_group_store", lambda _: store):
+            flexcp.bind(plan, group, timeout=3)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+    return "bound", 0.0
+
+
+def test_a_store_that_is_full_ends_in_an_error_on_every_rank(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # these ranks are processes
+    plan = flexcp.Planner(4, 4, 8, cluster=flexcp.cluster("cpu", 1, 2), strategy="ring")([64])
+    (here, seconds), (full, at_once) = pool.run(with_a_full_store, plan, str(tmp_path / "store"), ranks=2)
+    assert "without rank 1" in here or "store does not answer within 3 s" in here, here
+    assert full.startswith("the group's store failed: File too large; look after"), full
+    assert seconds < 3 + 6 and at_once < 3 + 6
 
 
 def notes_of(group: Any) -> Any:

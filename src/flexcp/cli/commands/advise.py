@@ -19,6 +19,7 @@ from flexcp.cli.shared.step_options import StepOptions
 
 if TYPE_CHECKING:
     from flexcp.compare.advice import Advice, Answer
+    from flexcp.compare.epoch_memory import EpochMemory
     from flexcp.compare.tree_advice import TreeAdvice
     from flexcp.masks import Mask
     from flexcp.models.preset import Preset
@@ -92,9 +93,9 @@ def advise(
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
-    from flexcp.cli.shared.document_lengths import document_lengths
     from flexcp.compare.advice import Question, advise
     from flexcp.compare.tree_advice import advise_trees, read_trees
+    from flexcp.data.document_lengths import document_lengths
     from flexcp.data.lengths import batch_tokens
     from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 
@@ -245,7 +246,21 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "pays": advice.pays,
         "verdict": advice.verdict,
         "why": why_static(advice) if advice.verdict == "static" else None,
+        "memory": None if advice.memory is None else _memory_data(advice.memory),
         "code": dict(code),
+    }
+
+
+def _memory_data(found: EpochMemory) -> dict[str, Any]:
+    """Return the memory of the worst rank with the documented JSON keys."""
+    return {
+        "strategy": found.strategy,
+        "max_rank_memory_bytes": found.bytes,
+        "rank": found.rank,
+        "pass": found.pass_number,
+        "most_tokens": found.most_tokens,
+        "planned_passes": found.planned,
+        "refused_passes": found.refused,
     }
 
 

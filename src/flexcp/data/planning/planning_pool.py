@@ -3,8 +3,8 @@
 A :class:`Pool` has a thread per worker process. The thread takes the next job, gives it to its worker and waits for the
 answer. It does nothing else, so a failure of a worker affects one thread and one job:
 
-    worker dies        another worker repeats the job, with a warning; after ``TRIES`` deaths over the same job there
-                       is an error
+    worker dies        or runs out of memory: another worker repeats the job, with a warning; after ``TRIES`` deaths
+                       over the same job there is an error
     planning fails     the error is raised when the training loop takes the plan: with the message alone if it is a
                        mistake of the user, else with the traceback
     worker is stuck    after ``patience`` seconds of waiting the loop warns, kills the worker and plans the step itself
@@ -41,7 +41,7 @@ from flexcp.data.planning.plan_orders import (
     fulfil,
     unpacked,
 )
-from flexcp.data.planning.worker import START
+from flexcp.data.planning.worker import OUT_OF_MEMORY, START
 from flexcp.data.stats import Stats
 
 TRIES, STARTS = 3, 10
@@ -330,4 +330,6 @@ def _at_work(shared: _Shared, number: int, worker: _Worker, job: Job) -> None:
 
 def _ending(code: int) -> str:
     """Describe how a process ended, from its exit code."""
+    if code == OUT_OF_MEMORY:
+        return "ran out of memory"
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -22,12 +22,15 @@ START = (
 )
 """The program of a worker's interpreter; the parent's import path comes first, so that both import the same flexcp."""
 
+OUT_OF_MEMORY = 71
+"""The exit code of a worker that ran out of memory."""
+
 
 def main(pipe_fd: int, lifeline_fd: int) -> None:
     """Run a worker: send "ready" or "broken", then answer orders until the pipe closes.
 
     An order is a :class:`PlanOrder` or the bytes of plans from another rank. An answer is ("parts", seconds, parts) or
-    ("failed", seconds, message).
+    ("failed", seconds, message). A worker that runs out of memory exits with :data:`OUT_OF_MEMORY`.
     """
     threading.Thread(target=_follow, args=(lifeline_fd,), daemon=True).start()
     pipe = Connection(pipe_fd)
@@ -49,6 +52,8 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
             shared = isinstance(order, bytes)
             parts = with_recipes(from_shared_bytes(order), wish) if shared else fulfil(planner, order, wish)
             answer = ("parts", packed(parts))
+        except MemoryError:  # the process gives back all it holds, and another one repeats the order
+            os._exit(OUT_OF_MEMORY)
         except (ValueError, NotImplementedError) as error:  # a mistake of the user; the message says what to do
             answer = ("failed", f"{type(error).__name__}: {error}")
         except Exception:  # the training process raises any other error with its traceback

@@ -57,8 +57,8 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
-    """Call a function that uses the group's store and return its result; raise RuntimeError if the store does not
-    answer.
+    """Call a function that uses the group's store and return its result; raise RuntimeError if the store fails or does
+    not answer.
 
     The function has a second more than ``timeout``, so that its own timeout, whose message says more, comes first.
     """
@@ -68,6 +68,11 @@ def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
         raise RuntimeError(
             f"the group's store does not answer within {timeout.total_seconds():g} s: the process that keeps it (often "
             "rank 0's) died or stands still"
+        ) from error
+    except dist.DistError as error:  # the store's own: its disk is full, or its process is gone
+        raise RuntimeError(
+            f"the group's store failed: {str(error).partition(chr(10))[0]}; look after the process or the disk that "
+            "keeps it, and start all ranks again"
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from flexcp.data.lengths import JSONL, parse_lengths
 from flexcp.io.json_files import json_line
+from flexcp.io.plain_values import shown, shown_names
 
 FIELDS = ("input_ids", "tokens", "text", "content", "length")
 """Fields that are tried for a document when no field is named."""
@@ -55,7 +56,8 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
         name = field or next((f for f in FIELDS if f in record), None)
         if name is None or name not in record:
             raise ValueError(
-                f"{where} has no field {name or ' or '.join(FIELDS)}; it has {', '.join(record)}: name one with --field"
+                f"{where} has no field {name or ' or '.join(FIELDS)}; it has {shown_names(record)}: "
+                "name one with --field"
             )
         value = record[name]
     if isinstance(value, str):
@@ -66,7 +68,8 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
         value = len(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"{where}: {value!r} is no document; it should be a text, a list of token ids or a length of at least 1"
+            f"{where}: {shown(value)} is no document; "
+            "it should be a text, a list of token ids or a length of at least 1"
         )
     return value
 
