@@ -20,6 +20,7 @@ from flexcp.cli.main import app
 from flexcp.measure.ranks import RankPool
 from flexcp.train.documents import Documents, shrunk_lengths
 from flexcp.train.loop import StepReport, TrainConfig, train
+from flexcp.train.model_setup import refuse_too_large
 from flexcp.train.report import Table, line
 from lib.model_runs import make_config
 
@@ -81,6 +82,13 @@ def test_a_hugging_face_configuration_trains(pool: RankPool, tmp_path: Path) -> 
     reports = pool.run(train, config, ranks=2, on_item=shown.append)[0]
     assert [r.loss for r in shown] == [r.loss for r in reports]
     assert reports[-1].loss < reports[0].loss
+
+
+def test_a_configuration_that_memory_cannot_hold_is_refused() -> None:
+    """Weights, gradients and two moments of 1,000 parameters in float32 take 16,000 bytes on each of two ranks."""
+    refuse_too_large("config.json", 1000, 4, 2, 32_000)
+    with pytest.raises(ValueError, match=r"config\.json is too large .* on 2 ranks, .* smaller model"):
+        refuse_too_large("config.json", 1000, 4, 2, 31_999)
 
 
 def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> None:

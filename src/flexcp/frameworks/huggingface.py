@@ -151,22 +151,39 @@ def planner(
 
     ``dtype`` is the dtype of the activations. By default it is that of the model's weights or the configuration's
     ``dtype``, or float32 if a configuration names none, as Transformers then makes the model. Give it if autocast or
-    FSDP2's ``MixedPrecisionPolicy`` computes in another dtype.
+    FSDP2's ``MixedPrecisionPolicy`` computes in another dtype. ``options`` are the other options of
+    :class:`flexcp.Planner`; sizes of heads are not among them, because the model knows them.
     """
+    for name in ("heads", "kv_heads", "head_dim", "v_head_dim"):
+        if name in options:
+            raise ValueError(
+                f"huggingface.planner reads the sizes of heads from the model; got {name}={options[name]!r} besides. "
+                "Leave it out, or make a planner for sizes of your own: flexcp.Planner(heads, kv_heads, head_dim, "
+                "v_head_dim=..., dtype=..., cluster=...)"
+            )
     model = _inside(model)
     config = _text_config(model)
     dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
-    heads, kv_heads, head_dim = _heads(config)
+    heads, kv_heads, head_dim, v_head_dim = _heads(config)
     if heads % tp or kv_heads % tp:
         raise ValueError(f"{heads} query and {kv_heads} KV heads cannot be split over tp={tp} ranks")
-    return Planner(heads // tp, kv_heads // tp, head_dim, dtype=str(dtype), cluster=cluster, **options)
+    sizes = heads // tp, kv_heads // tp, head_dim
+    return Planner(*sizes, v_head_dim=v_head_dim, dtype=str(dtype), cluster=cluster, **options)
 
 
-def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return (query heads, KV heads, head size) of a configuration, with the reader of ``config.json``."""
+def _heads(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Return (query heads, KV heads, size of queries and keys, size of values) of a configuration, with the reader of
+    ``config.json``.
+
+    A model with multi-latent attention gives its attention a key and a value for each query head.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        heads = config.num_attention_heads
+        return heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     # Transformers provides the usual names of every family's sizes, whatever the file calls them.
     usual = {name: getattr(config, name) for name in ("num_attention_heads", "hidden_size")}
-    return attention_heads(Fields(type(config).__name__, config.to_dict() | usual, config.model_type))
+    found = attention_heads(Fields(type(config).__name__, config.to_dict() | usual, config.model_type))
+    return *found, found[-1]
 
 
 def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: Gradients = "summed") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from flexcp.executor.attention import attention
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.llama4_temperature import retuned
+from flexcp.frameworks.router_loss import refuse_whole_router_loss
 from flexcp.frameworks.shared_batch import lengths_of
 from flexcp.masks import causal, chunked, window
 
@@ -92,6 +93,8 @@ def flexcp_attention(
             f"{query.shape[2]}; lay the documents end to end"
         )
     _check_documents(step, query, position_ids, cu_seq_lens_q)
+    if others.get("gradients") is not None and not isinstance(others.get("num_items_in_batch"), int | float | Tensor):
+        refuse_whole_router_loss(module, step)  # a model that was turned on got a plain number of labels
     if query.shape[2] == 1 and step.local_tokens == 0:
         q, k, v = q[:0], k[:0], v[:0]
     else:

@@ -18,6 +18,7 @@ from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.huggingface_attention import CHUNKED, refuse_counted
+from flexcp.frameworks.router_loss import with_shared_router_loss
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of
 from flexcp.masks import full
 
@@ -301,11 +302,13 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
     step = keywords.get("step")
     if not isinstance(step, Step):
         return None
+    if _loss_of(output, keywords) is not None:
+        output = with_shared_router_loss(module, output, step, keywords.get("gradients", "summed"))
     loss = _loss_of(output, keywords)
     if torch.compiler.is_compiling():
         if loss is not None:
             step.losses.say(loss)
-        return None
+        return output
     if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
@@ -331,7 +334,7 @@ def _without_the_row(module: nn.Module, output: Any) -> Any:
     so that all parameters have one.
     """
     if not getattr(module, _ROW, False):
-        return None
+        return output
     setattr(module, _ROW, False)
     for name in ("logits", "last_hidden_state"):
         if isinstance(getattr(output, name, None), Tensor):

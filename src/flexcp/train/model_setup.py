@@ -6,6 +6,7 @@ gets random weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from flexcp.executor.step import Step
 from flexcp.masks import causal
 from flexcp.planner import Planner
 from flexcp.train.gpt import Gpt, GptConfig
+
+HELD = 4
+"""Tensors of a model's size that a rank holds: weights, gradients and two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,27 @@ def make_trainee(
         if name == "gpt"
         else _huggingface(name, dtype, device, cluster, strategy)
     )
+
+
+def refuse_too_large(name: str, weights: int, size: int, ranks: int, memory: int) -> None:
+    """Raise ValueError for a model of so many weights, of ``size`` bytes each, if so many ranks cannot hold it in
+    ``memory`` bytes together.
+    """
+    need = HELD * weights * size * ranks
+    if need > memory:
+        raise ValueError(
+            f"{name} is too large to train here: every rank holds the whole model of {weights / 1e9:.1f} billion "
+            f"parameters, its gradients and AdamW's moments, {need / 1e9:,.0f} GB on {ranks} "
+            f"rank{'s' * (ranks > 1)}, and there are {memory / 1e9:,.0f} GB of memory; give the config.json of a "
+            "smaller model"
+        )
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes of memory that a device has in all; all CPU ranks share the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gpt(dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]) -> Trainee:
@@ -70,6 +95,10 @@ def _huggingface(name: str, dtype: str, device: torch.device, cluster: Cluster, 
     from flexcp.frameworks import huggingface
 
     config: Any = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    memory, ranks = _memory(device), 1 if device.type == "cuda" else cluster.ranks
+    refuse_too_large(name, weights, getattr(torch, dtype).itemsize, ranks, memory)
     huggingface.register()
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=huggingface.NAME)
     model.to(device)
