@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
+.PHONY: demo test tests loops kernels lint docs screenshots pictures counts verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -41,6 +41,14 @@ docs: .venv/ready
 # Pictures of the report for the docs, taken by the tests' browser run.
 screenshots: .venv/ready .venv/browser
 	$(BIN)/python -m pytest tests/report/test_browser.py --screenshots docs/pictures
+
+# The main results as plots, drawn from the tables in docs/results; writes docs/pictures/*-light.svg and *-dark.svg.
+pictures:
+	$(PYTHON) benchmarks/pictures.py --write docs/pictures
+
+# Pages, words, names, longest function, wide lines. BEFORE=../other: of another checkout beside this one.
+counts:
+	$(PYTHON) tests/counts.py $(BEFORE)
 
 # Every strategy x mask x number of ranks x head arrangement on real processes; writes docs/results/verified.md.
 verify-all: .venv/ready

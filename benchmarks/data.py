@@ -85,14 +85,17 @@ def _planner(strategy: str = "blocks") -> Any:
 
 def planners(quick: bool) -> dict[str, Any]:
     """Kill a planner process every other second, and compare the samples with those of an undisturbed loader."""
-    from flexcp.data import Loader
+    from flexcp.data import Loader, Planning
 
     data = Sized(_lengths(2_000 if quick else 20_000))
-    with Loader(data, _planner("zigzag"), budget=16_384, shuffle=True, workers=0) as whole:
+    with Loader(data, _planner("zigzag"), budget=16_384, shuffle=True, planning=Planning(workers=0)) as whole:
         expected = [b.samples.tolist() for b in whole]
     done = threading.Event()
     rng = random.Random(0)
-    with Loader(data, _planner("zigzag"), budget=16_384, shuffle=True, workers=2) as loader, warnings.catch_warnings():
+    with (
+        Loader(data, _planner("zigzag"), budget=16_384, shuffle=True, planning=Planning(workers=2)) as loader,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         pool: Any = loader.plans
 
@@ -118,7 +121,7 @@ def waits(quick: bool) -> dict[str, Any]:
     """Measure how long a loop waits for plans. Work and slow planning are sleeps,
     so that the machine's cores do not matter.
     """
-    from flexcp.data import Loader
+    from flexcp.data import Loader, Planning
     from lib.slow_planner import SlowPlanner
 
     steps = 60 if quick else 300
@@ -126,7 +129,7 @@ def waits(quick: bool) -> dict[str, Any]:
     rows: dict[str, Any] = {}
 
     def run(planner: Any, lookahead: int, work: float) -> dict[str, float]:
-        with Loader(data, planner, budget=32_768, lookahead=lookahead) as loader:
+        with Loader(data, planner, budget=32_768, planning=Planning(lookahead=lookahead)) as loader:
             begin = 0.0
             for batch in loader:
                 begin = begin or time.perf_counter()

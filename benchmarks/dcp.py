@@ -41,9 +41,9 @@ PUBLISHED = {
 """
 MASKS = {
     "causal": flexcp.causal(),
-    "lambda": flexcp.lambda_(),
-    "shared question": flexcp.shared_question(),
-    "causal blockwise": flexcp.causal_blockwise(),
+    "lambda": flexcp.masks.lambda_(),
+    "shared question": flexcp.masks.shared_question(),
+    "causal blockwise": flexcp.masks.causal_blockwise(),
 }
 CAPS = (16_384, 32_768, 65_536, 131_072)
 MEGATRON = {

@@ -97,9 +97,9 @@ class Outcome:
 def good_plans() -> list[Plan]:
     """Return small plans of several strategies and masks, so that mutations hit what matters."""
     lengths = [700, 31, 1, 256, 90]
-    each = [flexcp.modality([(3, 9), (20, 40)]) if n > 64 else flexcp.causal() for n in lengths]
+    each = [flexcp.masks.modality([(3, 9), (20, 40)]) if n > 64 else flexcp.causal() for n in lengths]
     slices = [flexcp.from_slices(n, [(n // 3, n, 0, n // 2, None, -1)]) for n in lengths]
-    two = {"near": (flexcp.window(100, 0), 3), "all": (flexcp.shared_question(4, 0.2), 1)}
+    two = {"near": (flexcp.window(100, 0), 3), "all": (flexcp.masks.shared_question(4, 0.2), 1)}
     one, nodes = flexcp.cluster("cpu", 1, 3), flexcp.cluster("h100", 2, 2, speeds=[1, 0.9, 1, 1])
 
     def planner(where: flexcp.Cluster, strategy: str) -> flexcp.Planner:
@@ -109,9 +109,9 @@ def good_plans() -> list[Plan]:
         planner(nodes, "blocks")(lengths, each),
         planner(one, "blocks")(lengths, masks=two),
         planner(nodes, "zigzag")(lengths, slices),
-        planner(one, "ulysses:1")(lengths, flexcp.lambda_(4, 64), tokens="equal", pad_to=16),
-        planner(nodes, "groups")(lengths, flexcp.causal_blockwise(16, 2)),
-        planner(one, "allgather")(lengths, flexcp.prefix(50), layout="contiguous"),
+        planner(one, "ulysses:1")(lengths, flexcp.masks.lambda_(4, 64), tokens="equal", pad_to=16),
+        planner(nodes, "groups")(lengths, flexcp.masks.causal_blockwise(16, 2)),
+        planner(one, "allgather")(lengths, flexcp.masks.prefix(50), layout="contiguous"),
     ]
 
 

@@ -44,9 +44,9 @@ LONGTAIL = "5787 4139 11299 5632 2449 7864 26774 16834 1968 948 2185 5186 239 36
 BATCHES = {"longtail": [int(n) for n in LONGTAIL.split()], "single": [131_072]}
 MASKS = {
     "causal": flexcp.causal(),
-    "lambda": flexcp.lambda_(),
-    "shared question": flexcp.shared_question(),
-    "causal blockwise": flexcp.causal_blockwise(),
+    "lambda": flexcp.masks.lambda_(),
+    "shared question": flexcp.masks.shared_question(),
+    "causal blockwise": flexcp.masks.causal_blockwise(),
 }
 # DCP's best MB with compute imbalance <= 1.4, or None, by mask, batch and nodes of 8.
 KNOWN: dict[tuple[str, str, int], float | None] = {

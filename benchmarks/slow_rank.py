@@ -5,7 +5,7 @@
 
 Every rank is a network namespace with ports of ``--mbit`` (benchmarks/lib/box.py) and a device paced at ``--gflops``.
 Real loaders give out the same batches in three cases, in turns: with all ranks at full speed, with one at ``--speed``
-of it, and the latter again with ``Loader(follow_speeds=..., telemetry=...)``, which learns of the slow rank from
+of it, and the latter again with ``Planning(follow_speeds=...)``, with which the loader learns of the slow rank from
 telemetry alone. A step is a forward and a backward of one layer, with all ranks starting together, and takes as long as
 its slowest rank; planning is not included.
 
@@ -33,7 +33,7 @@ import flexcp
 from box_options import box_cluster, box_parser, parsed
 from flexcp.clusters import Cluster
 from flexcp.cost import PEAK_PERMILLE, CostModel, Model
-from flexcp.data import Loader, LocalBatch
+from flexcp.data import Loader, LocalBatch, Planning
 from lib.box import Box
 from lib.step_time import paced_kernel
 
@@ -99,9 +99,10 @@ def run(
     with ExitStack() as stack:
         loaders = []
         for case in cases:
-            options: dict[str, Any] = {"lookahead": LOOKAHEAD, "workers": 0, "follow_speeds": case.every}
-            options["telemetry"] = flexcp.Telemetry(stall=None) if case.every else None
-            loaders.append(stack.enter_context(Loader(Sized(), planner, budget=BUDGET, group=group, **options)))
+            planning = Planning(lookahead=LOOKAHEAD, workers=0, follow_speeds=case.every)
+            telemetry = flexcp.Telemetry(stall=None) if case.every else None
+            loader = Loader(Sized(), planner, budget=BUDGET, group=group, telemetry=telemetry, planning=planning)
+            loaders.append(stack.enter_context(loader))
         iterators = [iter(loader) for loader in loaders]
         for _ in range(steps):
             batches = [next(iterator) for iterator in iterators]
@@ -165,7 +166,7 @@ def page(asked: argparse.Namespace, machine: Cluster, told: list[list[Run]]) -> 
         f"{machine.nodes} x {machine.ranks_per_node} ranks in the box (network namespaces, ports of {asked.mbit} "
         f"Mbit/s, devices paced at {asked.gflops:g} GFLOP/s, `{asked.strategy}`, {HEADS} / {KV_HEADS} heads of "
         f"{HEAD_DIM}, batches of at most {BUDGET:,} tokens), rank {ranks - 1} at {speed:.0%} of the others' speed from "
-        f"the first step on. `Loader(follow_speeds={EVERY}, lookahead={LOOKAHEAD})` is told nothing of it. "
+        f"the first step on. `Planning(follow_speeds={EVERY}, lookahead={LOOKAHEAD})` is told nothing of it. "
         f"Milliseconds of forward and backward of one layer, the slowest rank in the fastest of {asked.repeats} "
         "repeats, medians over the steps, the three cases in turns; the loss is what a step takes longer than with all "
         "ranks at full speed.",

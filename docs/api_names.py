@@ -3,8 +3,8 @@ which a git host shows too.
 
     python docs/api_names.py --write
 
-Names come from ``flexcp.__all__`` and ``flexcp.data.__all__`` in the order of ``GROUPS``, adapters and report functions
-from the table below, everything else from the objects. A test compares the page with the code.
+Names come from ``flexcp.__all__`` in the order of ``GROUPS``, those of other modules from ``OTHERS``, everything else
+from the objects. A test compares the page with the code.
 """
 
 from __future__ import annotations
@@ -32,52 +32,31 @@ GROUPS = {
         "Plan",
         "cluster",
         "Cluster",
-        "topology",
-        "Topology",
         "Shape",
-        "CostModel",
         "Model",
         "Preset",
         "Training",
         "choose_static",
-        "StaticChoice",
     ),
-    "Masks": (
-        "Mask",
-        "full",
-        "causal",
-        "window",
-        "lambda_",
-        "shared_question",
-        "causal_blockwise",
-        "chunked",
-        "prefix",
-        "modality",
-        "tree",
-        "tree_order",
-        "tree_of",
-        "TokenTree",
-        "from_slices",
-        "from_key_ranges",
-        "from_cu_seqlens",
-        "from_mask_mod",
-    ),
-    "Running": (
-        "bind",
-        "Step",
-        "Edges",
-        "attention",
-        "slice_attention",
-        "packed_slices",
-        "latent_attention",
-        "LatentForms",
-        "choose_kernel",
-        "fastest_kernel",
-        "ExchangeError",
-    ),
-    "Plans in files": ("save_plan", "load_plan", "PlanFormatError"),
-    "Telemetry": ("Telemetry", "MismatchError"),
+    "Masks": ("Mask", "full", "causal", "window", "tree", "tree_of", "from_slices"),
+    "Running": ("bind", "Step", "attention", "slice_attention", "packed_slices", "latent_attention"),
+    "Plans in files": ("save_plan", "load_plan"),
+    "Telemetry": ("Telemetry",),
 }
+MASKS = (
+    "lambda_",
+    "shared_question",
+    "causal_blockwise",
+    "chunked",
+    "prefix",
+    "modality",
+    "tree_order",
+    "TokenTree",
+    "from_key_ranges",
+    "from_cu_seqlens",
+    "from_mask_mod",
+)
+"""What users take from ``flexcp.masks`` besides the masks that ``flexcp`` has itself."""
 PARTS = {
     "Planner": ("__call__", "micro_batches"),
     "Plan": ("hash", "check", "bytes", "inter_node_bytes", "work", "memory", "rounds", "peers"),
@@ -117,6 +96,18 @@ PARTS = {
 MADE = {"Plan", "Step", "Edges", "TokenTree", "LocalBatch", "Stats", "Topology", "StaticChoice", "RolloutPart"}
 """Classes that users are given and do not make."""
 OTHERS = {
+    "masks": MASKS,
+    "data": tuple(flexcp.data.__all__),
+    "cost": ("CostModel",),
+    "models.topology": ("topology", "Topology"),
+    "compare.static_choice": ("StaticChoice",),
+    "compare.latent_forms": ("LatentForms",),
+    "executor.losses.edges": ("Edges",),
+    "executor.kernels.choose": ("choose_kernel",),
+    "executor.fastest_kernel": ("fastest_kernel",),
+    "executor.exchange.transports": ("ExchangeError",),
+    "plan.file": ("PlanFormatError",),
+    "telemetry.sample": ("MismatchError",),
     "frameworks": ("used",),
     "frameworks.huggingface": ("turn_on", "register", "planner", "masks", "inputs"),
     "frameworks.huggingface_trainer": ("FlexcpTrainer", "prepared"),
@@ -134,8 +125,10 @@ OTHERS = {
 HEAD = """# API
 
 The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank.
-Names are loaded on first use, so `import flexcp` is fast and loads no torch. This page is written by
-`python docs/api_names.py --write` from the code; `help(flexcp.Planner)` shows the same.
+Names are loaded on first use, so `import flexcp` is fast and loads no torch. First come the names of `flexcp` itself,
+then modules with more: write `flexcp.masks.prefix(100)`, and `from flexcp.cost import CostModel` for modules other than
+`flexcp.masks`, `flexcp.data`, `flexcp.frameworks` and `flexcp.report`. [Stability](stability.md) says which names may
+change. This page is written by `python docs/api_names.py --write` from the code; `help(flexcp.Planner)` shows the same.
 """
 
 
@@ -147,9 +140,6 @@ def page() -> str:
     lines = [HEAD]
     for title, names in GROUPS.items():
         lines += [f"## {title}\n", *(line for name in names for line in _entry("flexcp", name, getattr(flexcp, name)))]
-    lines.append("## `flexcp.data`\n")
-    for name in flexcp.data.__all__:
-        lines += _entry("flexcp.data", name, getattr(flexcp.data, name))
     for home, members in OTHERS.items():
         lines.append(f"## `flexcp.{home}`\n")
         module = importlib.import_module(f"flexcp.{home}")

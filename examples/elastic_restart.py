@@ -89,8 +89,15 @@ def made(group: dist.ProcessGroup, weights: str | None) -> Run:
     planner = huggingface.planner(model.config, flexcp.cluster("cpu", ranks_per_node=mesh.size()), "float32")
     masks = huggingface.masks(model.config)
     loader = flexcp.data.Loader(
-        documents(2048), planner, budget=512, group=group, masks=masks, shuffle=True, too_long="cut", workers=0
-    )  # workers=0: batches this small are planned here, when their turn comes
+        documents(2048),
+        planner,
+        budget=512,
+        group=group,
+        masks=masks,
+        shuffle=True,
+        batches=flexcp.data.Batches(too_long="cut"),
+        planning=flexcp.data.Planning(workers=0),  # batches this small are planned here, when their turn comes
+    )
     return Run(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
 
 

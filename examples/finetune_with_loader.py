@@ -56,8 +56,8 @@ def main() -> None:
         group=dist.group.WORLD,
         masks=huggingface.masks(model.config),
         shuffle=True,
-        too_long="cut",
-        plan_options={"tokens": "equal"},
+        batches=flexcp.data.Batches(too_long="cut"),
+        planning=flexcp.data.Planning(plan_options={"tokens": "equal"}),
     )
     with loader:
         for number, batch in enumerate(loader):

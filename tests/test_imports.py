@@ -25,10 +25,11 @@ HEAVY = ("torch", "numba", "numpy", "triton", "rich")
 PLAN = """
 import flexcp
 planner = flexcp.Planner(8, 8, 64, cluster=flexcp.cluster("h100", 2, 4), strategy={strategy!r})
-masks = [flexcp.causal(), flexcp.full(), flexcp.window(9), flexcp.lambda_(4, 8), flexcp.shared_question(2, 0.5)]
-masks += [flexcp.causal_blockwise(16, 1), flexcp.prefix(7), flexcp.modality([(1, 3)])]
-masks += [flexcp.from_slices(40, [(0, 40, 0, 40, None, 0)]), flexcp.from_key_ranges([[(0, 1)]] * 40)]
-lengths, _ = flexcp.from_cu_seqlens([40 * i for i in range(len(masks) + 1)])
+masks = [flexcp.causal(), flexcp.full(), flexcp.window(9)]
+masks += [flexcp.masks.lambda_(4, 8), flexcp.masks.shared_question(2, 0.5)]
+masks += [flexcp.masks.causal_blockwise(16, 1), flexcp.masks.prefix(7), flexcp.masks.modality([(1, 3)])]
+masks += [flexcp.from_slices(40, [(0, 40, 0, 40, None, 0)]), flexcp.masks.from_key_ranges([[(0, 1)]] * 40)]
+lengths, _ = flexcp.masks.from_cu_seqlens([40 * i for i in range(len(masks) + 1)])
 plan = planner(lengths, masks, tokens={tokens!r})
 plan.check()
 assert "rank" in str(plan) and len(plan.hash) == 32
@@ -101,10 +102,11 @@ def test_every_public_name_resolves() -> None:
 def test_rooms_and_their_modules_are_attributes_without_an_import_of_their_own() -> None:
     """Every name as the API page writes it, after ``import flexcp`` alone."""
     page = (house.SOURCE.parent / "docs" / "api.md").read_text()
-    names = set(re.findall(r"^(flexcp\.(?:data|frameworks|report)\.[\w.]+)\(", page, re.MULTILINE))
-    assert {"flexcp.frameworks.used", "flexcp.data.Loader", "flexcp.report.page.write_report"} <= names
+    names = set(re.findall(r"^(flexcp\.(?:data|frameworks|masks|report)\.[\w.]+)\(", page, re.MULTILINE))
+    known = {"flexcp.frameworks.used", "flexcp.data.Loader", "flexcp.masks.prefix", "flexcp.report.page.write_report"}
+    assert known <= names
     loaded_by("import flexcp\n" + "\n".join(sorted(names)))
-    assert {"data", "frameworks", "report"} <= set(dir(flexcp))
+    assert {"data", "frameworks", "masks", "report"} <= set(dir(flexcp))
 
 
 def test_asking_whether_a_step_was_used_loads_nothing_heavy() -> None:

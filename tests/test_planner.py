@@ -52,17 +52,21 @@ def golden_plans() -> dict[str, Plan]:
     return {
         "dp, full, equal": planner(5, strategy="dp")(LENGTHS, flexcp.full(), tokens="equal", pad_to=32),
         "ring, window, float32": planner(3, strategy="ring", dtype="float32")(LENGTHS, flexcp.window(100, 20)),
-        "zigzag:2, lambda": planner(4, strategy="zigzag:2")(LENGTHS, flexcp.lambda_(8, 64)),
-        "allgather, contiguous": planner(7, strategy="allgather")(LENGTHS, flexcp.prefix(50), layout="contiguous"),
+        "zigzag:2, lambda": planner(4, strategy="zigzag:2")(LENGTHS, flexcp.masks.lambda_(8, 64)),
+        "allgather, contiguous": planner(7, strategy="allgather")(
+            LENGTHS, flexcp.masks.prefix(50), layout="contiguous"
+        ),
         "ulysses, v_head_dim": planner(4, strategy="ulysses", v_head_dim=32)(LENGTHS, flexcp.causal()),
         "usp, two nodes, zigzag": planner(cluster=two_nodes, strategy="usp")(LENGTHS, layout="zigzag"),
-        "blocks, two nodes": planner(cluster=two_nodes, strategy="blocks")(LENGTHS, flexcp.causal_blockwise(64, 2)),
+        "blocks, two nodes": planner(cluster=two_nodes, strategy="blocks")(
+            LENGTHS, flexcp.masks.causal_blockwise(64, 2)
+        ),
         "blocks, two masks": planner(3, strategy="blocks")(LENGTHS, masks=window_and_full),
         "blocks, slices, tolerances": planner(4, strategy="blocks", compute_tolerance=0.05, token_tolerance=0.1)(
             LENGTHS, slices
         ),
         "blocks, web:65536:0": planner(cluster=two_nodes, strategy="blocks", token_tolerance=0.05)(
-            parse_lengths("web:65536:0"), flexcp.shared_question(4, 0.2)
+            parse_lengths("web:65536:0"), flexcp.masks.shared_question(4, 0.2)
         ),
         "groups, web:65536:1": planner(cluster=two_nodes, strategy="groups")(parse_lengths("web:65536:1")),
         "dhp": planner(6, strategy="dhp")(LENGTHS, masks=window_and_full),
@@ -109,7 +113,13 @@ def test_hashes_are_the_same_in_another_process(seed: str) -> None:
 
 # --- one input, one plan ----------------------------------------------------------------------------------------------
 
-MASKS = [flexcp.causal(), flexcp.full(), flexcp.window(7, 2), flexcp.lambda_(3, 9), flexcp.causal_blockwise(8, 1)]
+MASKS = [
+    flexcp.causal(),
+    flexcp.full(),
+    flexcp.window(7, 2),
+    flexcp.masks.lambda_(3, 9),
+    flexcp.masks.causal_blockwise(8, 1),
+]
 
 
 @settings(max_examples=60, deadline=None)
@@ -263,7 +273,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "nested lengths": ({}, {"lengths": [[3, 4]]}, ["[[3, 4]]"]),
     "huge length": ({}, {"lengths": [1 << 40]}, [str(1 << 40)]),
     "mask for another length": ({}, {"mask": flexcp.from_slices(9, [])}, ["9 tokens", "700", "one mask per document"]),
-    "span outside": ({}, {"mask": flexcp.modality([(0, 50)])}, ["(0, 50)", "document of 3"]),
+    "span outside": ({}, {"mask": flexcp.masks.modality([(0, 50)])}, ["(0, 50)", "document of 3"]),
     "too few masks": ({}, {"mask": [flexcp.causal()]}, ["1 masks for 6 documents"]),
     "mask as text": ({}, {"mask": "causal"}, ["'causal'", "flexcp.causal()"]),
     "mask and masks": ({}, {"mask": flexcp.causal(), "masks": {"a": (flexcp.full(), 1)}}, ["either mask= or masks="]),

@@ -144,7 +144,7 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
     import torch.distributed as dist
 
     import flexcp
-    from flexcp.data import Loader
+    from flexcp.data import Loader, Planning
     from flexcp.train.gpt import Gpt, GptConfig
     from flexcp.train.update import total_loss, update
 
@@ -161,9 +161,8 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     where = flexcp.cluster("cpu", 1, ranks)
     planner = flexcp.Planner(2, 1, 16, dtype="float32", cluster=where, strategy="zigzag")
-    loader = Loader(
-        Documents(), planner, budget=BUDGET, group=group, shuffle=True, seed=SEED, lookahead=3, share_plans=ranks > 1
-    )
+    planning = Planning(lookahead=3, share_plans=ranks > 1)
+    loader = Loader(Documents(), planner, budget=BUDGET, group=group, shuffle=True, seed=SEED, planning=planning)
     done = _restored(folder, model, optimizer, loader, rank)
     while done < steps:
         for batch in loader:

@@ -30,7 +30,13 @@ LOOK_EVERY = 500
 CHECK_EVERY = 250
 """Steps between two batches whose results are compared with dense attention."""
 STRATEGIES = ("blocks", "zigzag", "allgather", "ring", "groups", "dp")
-MASKS = (flexcp.causal(), flexcp.full(), flexcp.window(16, 0), flexcp.lambda_(4, 32), flexcp.shared_question(3, 0.3))
+MASKS = (
+    flexcp.causal(),
+    flexcp.full(),
+    flexcp.window(16, 0),
+    flexcp.masks.lambda_(4, 32),
+    flexcp.masks.shared_question(3, 0.3),
+)
 
 
 @dataclass(frozen=True)

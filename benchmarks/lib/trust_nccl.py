@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
-from flexcp.data import Loader
+from flexcp.data import Loader, Planning
 from flexcp.executor.kernels import Settings
 from flexcp.executor.latent import latent_attention
 from flexcp.executor.slice_attention import packed_slices
@@ -149,7 +149,7 @@ def _loader(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
     where = flexcp.cluster("cpu", 1, dist.get_world_size(group))
     planner = flexcp.Planner(4, 2, 64, dtype=dtype, cluster=where, strategy="zigzag")
     data, batches, tokens, found = _Samples(), 0, 0, list[str]()
-    with Loader(data, planner, budget=150, group=group, workers=0, device=device) as loader:
+    with Loader(data, planner, budget=150, group=group, device=device, planning=Planning(workers=0)) as loader:
         for batch in loader:
             stream = torch.cat([n * 1000 + torch.arange(data.lengths[n]) for n in batch.samples.tolist()])
             here, kept = batch.step.indices, batch.tokens.cpu()

@@ -269,7 +269,7 @@ def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
         where = int(np.flatnonzero(given < 1)[0])
         way = "drop it: documents have at least 1 token"
         if where == 0 and given[0] == 0 and np.all(np.diff(given) > 0):
-            way = "for cumulative lengths: lengths, mask = flexcp.from_cu_seqlens(...); otherwise " + way
+            way = "for cumulative lengths: lengths, mask = flexcp.masks.from_cu_seqlens(...); otherwise " + way
         raise ValueError(f"document {where} has length {int(given[where])}; {way}")
     if int(given.max()) >= mask_algebra.LONGEST:
         raise ValueError(f"a document of {int(given.max())} tokens is beyond what flexcp counts exactly (2**30)")

@@ -91,7 +91,7 @@ class Planner:
             )
         self.cluster = cluster
         if not isinstance(cost, CostModel | None):
-            raise ValueError(f"cost= is a flexcp.CostModel or None; got {cost!r}")
+            raise ValueError(f"cost= is a flexcp.cost.CostModel or None; got {cost!r}")
         if not isinstance(model, Model | None):
             raise ValueError(f"model= is a flexcp.Model or None, for what the rest of a layer costs; got {model!r}")
         self.training = _checked_training(training, model)

@@ -185,10 +185,10 @@ def test_masks_in_every_form(tmp_path: Path) -> None:
         ("causal", flexcp.causal()),
         ("full", flexcp.full()),
         ("window:16", flexcp.window(15, 0)),
-        ("lambda:4,32", flexcp.lambda_(4, 32)),
-        ("shared-question:4,0.2", flexcp.shared_question(4, 0.2)),
-        ("blockwise:16,2", flexcp.causal_blockwise(16, 2)),
-        ("prefix:30", flexcp.prefix(30)),
+        ("lambda:4,32", flexcp.masks.lambda_(4, 32)),
+        ("shared-question:4,0.2", flexcp.masks.shared_question(4, 0.2)),
+        ("blockwise:16,2", flexcp.masks.causal_blockwise(16, 2)),
+        ("prefix:30", flexcp.masks.prefix(30)),
         (f"@{file}", [flexcp.from_slices(300, rows[0]), flexcp.from_slices(20, rows[1])]),
     ):
         found = plan_json("--lengths", "300,20", *SMALL, "--strategy", "ring", "--mask", text)

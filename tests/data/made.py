@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from flexcp.data import Batches, Planning, Samples
+
 LENGTHS = [30, 1, 2, 77, 5, 64, 3, 1, 90, 12, 41, 8, 8, 1, 55, 19, 100, 2, 6, 33, 47, 21, 1, 9]
 ROWS = 1000
+
+
+def arguments(**given: Any) -> dict[str, Any]:
+    """Arguments of a Loader from fields of its settings by their own names: ``workers=0`` becomes
+    ``planning=Planning(workers=0)``; what is no such field stays as it is.
+    """
+    found: dict[str, Any] = {}
+    for part, kind in (("samples", Samples), ("batches", Batches), ("planning", Planning)):
+        names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+        found[part] = kind(**{name: given.pop(name) for name in names})
+    return {**given, **found}
 
 
 def token(number: int, row: int) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made import arguments
 from misbehaving import planner
 
 import flexcp
-from flexcp.data import Loader
+from flexcp.data import Batches, Loader, Planning, Samples
 from flexcp.data.cut_trees import parts_that_fit
 from flexcp.measure.ranks import RankPool
 
@@ -73,7 +74,11 @@ def found_on_rank(group: Any, kind: str, budget: int = 100) -> list[dict[str, An
     options: dict[str, Any] = {"labels": "labels"} if kind == "labels" else {}
     got = []
     with Loader(
-        data_of(kind), planner(ranks, "blocks"), budget=budget, workers=0, group=group, tree_by="prompt", **options
+        data_of(kind),
+        planner(ranks, "blocks"),
+        budget=budget,
+        group=group,
+        **arguments(workers=0, tree_by="prompt", **options),
     ) as loader:
         for batch in loader:
             edges = batch.edges
@@ -122,19 +127,26 @@ def test_every_position_of_every_sample_once(pool: RankPool, kind: str, ranks: i
 def test_a_stream_goes_on_where_it_was(more: dict[str, Any]) -> None:
     """With the smaller budget in the middle of a tree that was cut."""
     options = {"workers": 0, "lookahead": 1, "tree_by": "prompt", "group": "alone", **more}
-    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
+    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **arguments(**options)) as loader:
         whole = [batch.tokens.tolist() for batch in loader]
-    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
+    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **arguments(**options)) as loader:
         first = [next(iter(loader)).tokens.tolist()]
         state = loader.state_dict()
-    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
+    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **arguments(**options)) as loader:
         loader.load_state_dict(state)
         rest = [batch.tokens.tolist() for batch in loader]
     assert len(whole) > (2 if "too_long" in more else 1) and first + rest == whole
 
 
 def test_labels_are_refused_and_named_edges() -> None:
-    with Loader(Rows(ROLLOUTS), planner(1, "blocks"), budget=100, workers=0, tree_by="prompt", group="alone") as loader:
+    with Loader(
+        Rows(ROLLOUTS),
+        planner(1, "blocks"),
+        budget=100,
+        group="alone",
+        samples=Samples(tree_by="prompt"),
+        planning=Planning(workers=0),
+    ) as loader:
         batch = next(iter(loader))
         with pytest.raises(NotImplementedError, match=r"batch.step.loss\(logits, batch.edges\)"):
             _ = batch.labels
@@ -146,7 +158,13 @@ def test_labels_are_refused_and_named_edges() -> None:
 def test_windows_are_measured_on_the_path() -> None:
     masks = {"full": (flexcp.causal(), 1), "window": (flexcp.window(2), 3)}
     with Loader(
-        Rows(ROLLOUTS), planner(1, "blocks"), budget=100, workers=0, tree_by="prompt", group="alone", masks=masks
+        Rows(ROLLOUTS),
+        planner(1, "blocks"),
+        budget=100,
+        group="alone",
+        masks=masks,
+        samples=Samples(tree_by="prompt"),
+        planning=Planning(workers=0),
     ) as loader:
         full, window = next(iter(loader)).step.plan.batch.masks
         assert [rule.params[:3] for rule in full.rules] == [rule.params[:3] for rule in window.rules]
@@ -160,7 +178,7 @@ def test_samples_may_be_trees_by_their_mask(kind: str) -> None:
     options: dict[str, Any] = (
         {"mask": masks, "lengths": [5, 3]} if kind == "known" else {"mask_fn": lambda s: masks[len(s) == 3]}
     )
-    with Loader(ids, planner(1, "blocks"), budget=100, workers=0, group="alone", **options) as loader:
+    with Loader(ids, planner(1, "blocks"), budget=100, group="alone", **arguments(workers=0, **options)) as loader:
         batch = next(iter(loader))
     assert batch.edges is not None
     found = sorted(
@@ -170,7 +188,7 @@ def test_samples_may_be_trees_by_their_mask(kind: str) -> None:
     assert batch.valid == 7 and batch.positions[batch.step.indices.argsort()].tolist() == [0, 1, 2, 2, 3, 0, 1, 2]
 
 
-@pytest.mark.parametrize("mask", [flexcp.tree([-1, 0, 0], [2, 1, 2]), flexcp.shared_question(2, 0.4)], ids=str)
+@pytest.mark.parametrize("mask", [flexcp.tree([-1, 0, 0], [2, 1, 2]), flexcp.masks.shared_question(2, 0.4)], ids=str)
 def test_a_tree_is_not_cut(mask: flexcp.Mask) -> None:
     for known in (True, False):
         options: dict[str, Any] = {"mask": [mask], "lengths": [5]} if known else {"mask_fn": lambda s: mask}
@@ -181,10 +199,8 @@ def test_a_tree_is_not_cut(mask: flexcp.Mask) -> None:
                         [[1, 2, 3, 4, 5]],
                         planner(1, "blocks"),
                         budget=4,
-                        too_long="cut",
-                        workers=0,
                         group="alone",
-                        **options,
+                        **arguments(too_long="cut", workers=0, **options),
                     )
                 )
             )
@@ -218,7 +234,13 @@ def losses_on_rank(group: Any, kind: str, cap: int | None) -> tuple[float, dict[
     )
     total, count = torch.zeros((), dtype=torch.float64), 0
     with Loader(
-        data_of(kind), made, budget=100, workers=0, group=group, tree_by="prompt", micro_batches=cap is not None
+        data_of(kind),
+        made,
+        budget=100,
+        group=group,
+        samples=Samples(tree_by="prompt"),
+        batches=Batches(micro_batches=cap is not None),
+        planning=Planning(workers=0),
     ) as loader:
         for batch in loader:
             assert cap is None or max(batch.step.plan.placement.tokens) <= cap
@@ -260,7 +282,7 @@ def test_what_is_wrong_is_told(options: dict[str, Any], words: str) -> None:
         Loader(
             Rows(ROLLOUTS),
             planner(1, "blocks"),
-            **{"budget": 100, "workers": 0, "group": "alone", "tree_by": "prompt", **options},
+            **arguments(**{"budget": 100, "workers": 0, "group": "alone", "tree_by": "prompt", **options}),
         )
 
 
@@ -269,6 +291,13 @@ def test_labels_that_differ_on_shared_tokens_are_refused() -> None:
         {"input_ids": [1, 2, 3], "p": 0, "labels": [1, 2, 3]},
         {"input_ids": [1, 2, 4], "p": 0, "labels": [1, -100, 4]},
     ]
-    loader = Loader(rows, planner(1, "blocks"), budget=9, workers=0, group="alone", tree_by="p", labels="labels")
+    loader = Loader(
+        rows,
+        planner(1, "blocks"),
+        budget=9,
+        group="alone",
+        samples=Samples(tree_by="p", labels="labels"),
+        planning=Planning(workers=0),
+    )
     with pytest.raises(ValueError, match="different labels in 'labels' for a token that they share"):
         next(iter(loader))

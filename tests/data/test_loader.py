@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made import LENGTHS, ROWS, Numbered, StatefulStream, Stream, batches_by_hand
+from made import LENGTHS, ROWS, Numbered, StatefulStream, Stream, arguments, batches_by_hand
 from misbehaving import Misbehaving, planner
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flexcp
-from flexcp.data import Loader, PlanningError
+from flexcp.data import Batches, Loader, Planning, PlanningError, Samples
 from flexcp.data.order import count_batches, epoch_order
 from flexcp.measure.ranks import RankError, RankPool
 
@@ -42,7 +42,7 @@ def delivered(group: Any, mode: str, strategy: str = "zigzag", epochs: int = 1, 
     data = dataset(mode)
     options = {"budget": BUDGET, "workers": 0, "document_fields": ["images"], "group": group, **options}
     got = []
-    with Loader(data, planner(ranks, strategy), **options) as loader:
+    with Loader(data, planner(ranks, strategy), **arguments(**options)) as loader:
         for _ in range(epochs):
             for batch in loader:
                 got.append(described(batch))
@@ -153,7 +153,14 @@ def test_a_rank_without_tokens_gets_empty_tensors_of_the_right_kind(pool: RankPo
 
 def short_documents(group: Any, mode: str) -> list[dict[str, Any]]:
     data = dataset(mode, [1, 1, 2])
-    with Loader(data, planner(4, "dp"), budget=3, workers=0, group=group, document_fields=["images"]) as loader:
+    with Loader(
+        data,
+        planner(4, "dp"),
+        budget=3,
+        group=group,
+        samples=Samples(document_fields=["images"]),
+        planning=Planning(workers=0),
+    ) as loader:
         return [described(b) for b in loader]
 
 
@@ -192,11 +199,9 @@ def failing_shared_plans(group: Any, folder: Path) -> str:
             data,
             Misbehaving(folder, 2),
             budget=BUDGET,
-            workers=0,
             group=group,
-            share_plans=True,
-            timeout=20,
-            document_fields=["images"],
+            samples=Samples(document_fields=["images"]),
+            planning=Planning(workers=0, share_plans=True, timeout=20),
         ) as loader:
             return f"{sum(1 for _ in loader)} steps"
     except PlanningError as error:
@@ -215,7 +220,13 @@ def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
     whatever the clock says.
     """
     asked: list[int] = []
-    with Loader(Numbered(known=True), planner(1), budget=40, too_long="cut", document_fields=["images"]) as loader:
+    with Loader(
+        Numbered(known=True),
+        planner(1),
+        budget=40,
+        samples=Samples(document_fields=["images"]),
+        batches=Batches(too_long="cut"),
+    ) as loader:
         loader.plans.close()
         real = loader.plans.ask
 
@@ -235,7 +246,9 @@ def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
 def test_as_many_steps_are_ahead_as_asked_for_and_at_least_one(lookahead: int) -> None:
     """Each is planned with the speeds of its own epoch and step."""
     asked: list[tuple[int, int]] = []
-    with Loader(Numbered([30] * 8, known=True), planner(1), budget=60, workers=0, lookahead=lookahead) as loader:
+    with Loader(
+        Numbered([30] * 8, known=True), planner(1), budget=60, planning=Planning(workers=0, lookahead=lookahead)
+    ) as loader:
         at = loader.speeds.at
 
         def note(epoch: int, step: int) -> Any:
@@ -252,7 +265,7 @@ def test_as_many_steps_are_ahead_as_asked_for_and_at_least_one(lookahead: int) -
 
 def test_a_loader_that_is_closed_ends_its_planner_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
-    with Loader(Numbered([9], known=True), planner(1), budget=60, workers=0) as loader:
+    with Loader(Numbered([9], known=True), planner(1), budget=60, planning=Planning(workers=0)) as loader:
         monkeypatch.setattr(loader.plans, "close", lambda: closed.append("plans"))
     assert closed == ["plans"]
     with pytest.raises(RuntimeError, match="this loader is closed"):
@@ -278,7 +291,7 @@ def test_batches_come_on_the_device_that_is_asked_for() -> None:
 
 def local(data: Any, **options: Any) -> list[Any]:
     options = {"budget": BUDGET, "workers": 0, "document_fields": ["images"], **options}
-    with Loader(data, planner(1), **options) as loader:
+    with Loader(data, planner(1), **arguments(**options)) as loader:
         return list(loader)
 
 
@@ -318,14 +331,14 @@ def test_the_number_of_batches_is_known_with_the_lengths() -> None:
     for drop_last in (False, True):
         for too_long in ("cut", "drop"):
             options: dict[str, Any] = {"drop_last": drop_last, "too_long": too_long, "max_length": 60, "shuffle": True}
-            with Loader(Numbered(known=True), planner(1), budget=70, workers=0, **options) as loader:
+            with Loader(Numbered(known=True), planner(1), budget=70, **arguments(workers=0, **options)) as loader:
                 batches = len(loader)  # begins the epoch, which orders the lengths
                 lengths = loader.source.fitted_lengths()  # type: ignore[union-attr]
                 assert batches == count_batches(lengths, 70, drop_last)
             found = local(Numbered(known=True), budget=70, **options)
             assert len(found) == len(loader)
     with (
-        Loader(Stream(), planner(1), budget=70, workers=0) as unknown,
+        Loader(Stream(), planner(1), budget=70, planning=Planning(workers=0)) as unknown,
         pytest.raises(TypeError, match="not known before"),
     ):
         len(unknown)
@@ -356,8 +369,8 @@ def test_masks_of_every_origin_reach_the_plan() -> None:
     each = [flexcp.window(n) for n in range(len(LENGTHS))]
     for b in local(Numbered(known=True), mask=each):
         assert rules_of(b) == [each[n] for n in b.samples]
-    for b in local(Numbered(), mask_fn=lambda s: flexcp.prefix(int(s["score"] * 2))):
-        assert rules_of(b) == [flexcp.prefix(int(n)) for n in b.samples]
+    for b in local(Numbered(), mask_fn=lambda s: flexcp.masks.prefix(int(s["score"] * 2))):
+        assert rules_of(b) == [flexcp.masks.prefix(int(n)) for n in b.samples]
     for b in local(Numbered(known=True), mask=flexcp.full()):
         assert rules_of(b) == [flexcp.full()] * len(b.samples)
     for b in local(Numbered(known=True), masks={"near": (each, 3), "all": (flexcp.causal(), 1)}):
@@ -374,7 +387,7 @@ def test_spans_of_images_are_masks_and_a_field(known: bool) -> None:
     for b in local(Numbered(known=known), max_length=60, too_long="cut", **options):
         for rule, n in zip(rules_of(b), b.samples, strict=True):
             cut = [(a, min(e, 60)) for a, e in spans[n] if a < 60]
-            assert rule == flexcp.modality(cut)
+            assert rule == flexcp.masks.modality(cut)
         if not known:
             number = torch.tensor(b.samples)[b.documents]
             size = torch.tensor(LENGTHS)[number]
@@ -399,7 +412,14 @@ class Answers(Numbered):
 
 
 def answers(group: Any, known: bool) -> list[dict[str, Any]]:
-    with Loader(Answers(known=known), planner(3), budget=BUDGET, workers=0, group=group, labels="target") as loader:
+    with Loader(
+        Answers(known=known),
+        planner(3),
+        budget=BUDGET,
+        group=group,
+        samples=Samples(labels="target"),
+        planning=Planning(workers=0),
+    ) as loader:
         return [described(b) for b in loader]
 
 
@@ -434,7 +454,7 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"shuffle": True}, "shuffle=True needs a map-style dataset"),
         ({"lengths": [1]}, "lengths= needs a map-style dataset"),
         ({"masks": {"all": ([flexcp.causal()] * 3, 2)}}, "a mask for each document needs a map-style dataset"),
-        ({"mask": flexcp.causal(), "mask_fn": len}, "give one of mask, masks, mask_fn and spans"),
+        ({"mask": flexcp.causal(), "mask_fn": len}, r"give one of mask, masks, Samples\(mask_fn"),
         ({"too_long": "keep"}, "must be 'refuse', 'cut' or 'drop'"),
         ({"lookahead": -1}, "lookahead is a count"),
         ({"budget": 0}, "at least 1"),
@@ -503,7 +523,9 @@ def test_samples_of_another_kind_are_named(data: Any, message: str) -> None:
 
 def test_an_option_of_a_wrong_value_is_one_line_from_a_planner_process_too() -> None:
     for workers in (0, 1):
-        with Loader(Numbered(), planner(1), budget=200, workers=workers, plan_options={"tokens": "even"}) as loader:
+        with Loader(
+            Numbered(), planner(1), budget=200, planning=Planning(workers=workers, plan_options={"tokens": "even"})
+        ) as loader:
             with pytest.raises(PlanningError) as caught:
                 list(loader)
             assert str(caught.value).endswith("ValueError: tokens must be 'balanced', 'priced' or 'equal'; got 'even'")
@@ -515,7 +537,7 @@ def test_a_planner_of_ones_own_may_take_any_option() -> None:
         assert anything == {"speed": 3}
         return planner(1)(lengths, mask)
 
-    with Loader(Numbered(), own, budget=200, workers=0, plan_options={"speed": 3}) as loader:
+    with Loader(Numbered(), own, budget=200, planning=Planning(workers=0, plan_options={"speed": 3})) as loader:
         assert len(list(loader))
 
 
@@ -532,7 +554,7 @@ def test_tokens_for_labels_are_warned_of() -> None:
 
 def shared_by_valid(group: Any) -> str:
     """What a share says that is to be divided by the batch's labels, most of which this rank may hold."""
-    with Loader(Numbered([90, 1, 2]), planner(3), budget=200, workers=0, group=group) as loader:
+    with Loader(Numbered([90, 1, 2]), planner(3), budget=200, group=group, planning=Planning(workers=0)) as loader:
         (batch,) = loader
     try:
         batch.step.share(torch.tensor(1.0), batch.valid, without_attention=True)
@@ -560,7 +582,7 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         local(flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", ranks_per_node=1)))
     with pytest.raises(ValueError, match=r"sample 0 is padded: its attention_mask is 0 at token 2.*without padding"):
         local([{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}])
-    with pytest.raises(ValueError, match=r"field 'labels' holds -1, .* ignore=-100; .*make the Loader with ignore=-1"):
+    with pytest.raises(ValueError, match=r"field 'labels' holds -1, .* ignore=-100; .*samples=Samples\(ignore=-1\)"):
         local([{"tokens": [5, 6, 7], "labels": [-1, -100, 7]}], labels="labels")
     with pytest.raises(
         ValueError, match=r"labels are already shifted.* the Loader, for sample 0, field 'labels', would"
@@ -578,7 +600,7 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         Loader(Numbered(), planner(3), budget=9)
     with (
         pytest.raises(ValueError, match="an iterator that has ended cannot begin again"),
-        Loader(iter([[1, 2]]), planner(1), budget=9, workers=0) as loader,
+        Loader(iter([[1, 2]]), planner(1), budget=9, planning=Planning(workers=0)) as loader,
     ):
         assert len(list(loader)) == 1
         list(loader)
@@ -637,7 +659,7 @@ def disagreeing(group: Any, what: str) -> str:
         share = DistributedSampler(whole, num_replicas=2, rank=rank, shuffle=False)
         data = DataLoader(whole, batch_size=None, sampler=share)
     options = {"shuffle": True, "seed": rank} if what == "seed" else {}
-    with Loader(data, planner(2), budget=BUDGET, workers=0, group=group, **options) as loader:
+    with Loader(data, planner(2), budget=BUDGET, group=group, **arguments(workers=0, **options)) as loader:
         if what == "state":
             next(iter(loader))
             if rank == 1:
@@ -673,7 +695,9 @@ def said_of_group(group: Any, given: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            made = Loader(samples, planner(2 if given == "for two" else 1), budget=BUDGET, workers=0, **options)
+            made = Loader(
+                samples, planner(2 if given == "for two" else 1), budget=BUDGET, **arguments(workers=0, **options)
+            )
         except ValueError as error:
             return [str(error)]
         with made as loader:
@@ -707,7 +731,7 @@ def test_a_forgotten_group_is_named_and_data_parallelism_may_be_said(
 
 
 def read_broken(group: Any) -> int:
-    with Loader(Numbered(broken=7), planner(2), budget=BUDGET, workers=0, group=group) as loader:
+    with Loader(Numbered(broken=7), planner(2), budget=BUDGET, group=group, planning=Planning(workers=0)) as loader:
         return len(list(loader))
 
 
@@ -720,7 +744,7 @@ def test_an_epoch_leaves_no_memory_behind() -> None:
     """A small version of what ``make data`` does with 1,000,000 lengths."""
     lengths = np.random.default_rng(0).integers(1, 80, 2_000)
     data = Plain(lengths)
-    with Loader(data, planner(1), budget=2_000, workers=0, shuffle=True) as loader:
+    with Loader(data, planner(1), budget=2_000, shuffle=True, planning=Planning(workers=0)) as loader:
         steps = len(loader)
         tracemalloc.start()
         try:

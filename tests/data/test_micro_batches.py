@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from made import LENGTHS, Numbered, batches_by_hand
+from made import LENGTHS, Numbered, arguments, batches_by_hand
 
 import flexcp
-from flexcp.data import Loader, PlanningError
+from flexcp.data import Batches, Loader, Planning, PlanningError, Samples
 from flexcp.measure.ranks import RankPool
 
 BUDGET = 150
@@ -26,7 +26,9 @@ def capped(ranks: int, **options: Any) -> flexcp.Planner:
 def given_out(group: Any, known: bool, workers: int) -> list[dict[str, Any]]:
     found = []
     options = {"budget": BUDGET, "group": group, "micro_batches": True, "workers": workers}
-    with Loader(Numbered(known=known), capped(group.size()), document_fields=["images"], **options) as loader:
+    with Loader(
+        Numbered(known=known), capped(group.size()), **arguments(document_fields=["images"], **options)
+    ) as loader:
         for batch in loader:
             kept = batch.documents >= 0
             found.append(
@@ -68,14 +70,14 @@ def test_micro_batches_are_as_many_on_every_rank_and_hold_the_step(known: bool, 
 
 def test_a_step_left_between_its_parts_is_done_again_as_a_whole() -> None:
     options: dict[str, Any] = {"budget": BUDGET, "micro_batches": True, "workers": 0, "document_fields": ["images"]}
-    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), **options) as loader:
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), **arguments(**options)) as loader:
         all_parts = [batch.samples.tolist() for batch in loader]
         steps = iter(loader)
         first = next(steps)
         assert first.micro_batches > 1
         state = loader.state_dict()
         assert (state["place"], state["step"]) == (0, 0) and state["epoch"] == 1
-    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), **options) as loader:
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), **arguments(**options)) as loader:
         loader.load_state_dict(state)
         assert [batch.samples.tolist() for batch in loader] == all_parts
 
@@ -93,20 +95,34 @@ def test_a_loss_of_parts_by_their_weights_is_the_steps() -> None:
         ]
         return float(sum(losses))
 
-    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=BUDGET), **options) as whole:
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=BUDGET), **arguments(**options)) as whole:
         wanted = mean(whole, 1)
-    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), micro_batches=True, **options) as cut:
+    with Loader(
+        Numbered(known=True), capped(1, max_tokens_per_rank=100), **arguments(micro_batches=True, **options)
+    ) as cut:
         assert mean(cut, 1) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="micro_batches=True needs a cap"):
-        Loader(Numbered(), capped(1, max_peers=0), budget=BUDGET, micro_batches=True, workers=0)
+        Loader(
+            Numbered(),
+            capped(1, max_peers=0),
+            budget=BUDGET,
+            batches=Batches(micro_batches=True),
+            planning=Planning(workers=0),
+        )
     with pytest.raises(ValueError, match=r"'layout': \.\.\.} does not go with micro_batches=True"):
-        Loader(Numbered(), capped(1), budget=BUDGET, micro_batches=True, workers=0, plan_options={"layout": "zigzag"})
+        Loader(
+            Numbered(),
+            capped(1),
+            budget=BUDGET,
+            batches=Batches(micro_batches=True),
+            planning=Planning(workers=0, plan_options={"layout": "zigzag"}),
+        )
     no_planner = cast(Any, lambda lengths: np.zeros(1))
     with pytest.raises(ValueError, match="needs a planner with a method micro_batches"):
-        Loader(Numbered(), no_planner, budget=BUDGET, micro_batches=True, workers=0)
+        Loader(Numbered(), no_planner, budget=BUDGET, batches=Batches(micro_batches=True), planning=Planning(workers=0))
 
 
 def test_a_document_that_cannot_be_planned_is_named_by_its_sample() -> None:
@@ -115,7 +131,7 @@ def test_a_document_that_cannot_be_planned_is_named_by_its_sample() -> None:
     )
     data = [list(range(n)) for n in (41, 30, 12, 90, 310)]
     with (
-        Loader(data, planner, budget=320, micro_batches=True, workers=0) as loader,
+        Loader(data, planner, budget=320, batches=Batches(micro_batches=True), planning=Planning(workers=0)) as loader,
         pytest.raises(
             PlanningError, match=r"document 0 has 310 tokens.*numbered within a step: document 0 is sample 4\)"
         ),
@@ -128,7 +144,14 @@ def test_a_part_without_a_label_weighs_nothing(marked: tuple[bool, bool], weight
     """A prompt that was cut off before its answer; of a step without any label every loss is 0, whatever it weighs."""
     ids = torch.arange(30)
     samples = [{"input_ids": ids, "labels": torch.full_like(ids, -100) if empty else ids} for empty in marked]
-    with Loader(samples, capped(1), budget=60, labels="labels", micro_batches=True, workers=0) as loader:
+    with Loader(
+        samples,
+        capped(1),
+        budget=60,
+        samples=Samples(labels="labels"),
+        batches=Batches(micro_batches=True),
+        planning=Planning(workers=0),
+    ) as loader:
         found = list(loader)
     assert [batch.weight for batch in found] == weights
     assert [int(batch.valid) for batch in found] == [1 if empty else 29 for empty in marked]
@@ -138,7 +161,7 @@ def test_labels_without_a_sign_are_refused() -> None:
     ids = torch.arange(30)
     samples = [{"input_ids": ids, "labels": ids.to(torch.uint8)}]
     with (
-        Loader(samples, capped(1), budget=60, labels="labels", workers=0) as loader,
+        Loader(samples, capped(1), budget=60, samples=Samples(labels="labels"), planning=Planning(workers=0)) as loader,
         pytest.raises(ValueError, match=r"field 'labels': labels are torch\.uint8, which holds no negative mark"),
     ):
         next(iter(loader))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import LENGTHS, Numbered, batches_by_hand
+from made import LENGTHS, Numbered, arguments, batches_by_hand
 from misbehaving import Misbehaving, Unloadable, planner
 
 from flexcp.data import Loader, PlanningError
@@ -31,7 +31,7 @@ EXPECTED = batches_by_hand(list(range(len(LENGTHS))), LENGTHS, BUDGET)
 
 def loader(folder: Path, **options: Any) -> Loader:
     options = {"budget": BUDGET, "document_fields": ["images"], "lookahead": 2, **options}
-    return Loader(Numbered(known=True), Misbehaving(folder), **options)
+    return Loader(Numbered(known=True), Misbehaving(folder), **arguments(**options))
 
 
 def gone(pid: int, seconds: float = 10.0) -> bool:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from made import Numbered
+from made import Numbered, arguments
 from misbehaving import planner
 
 import flexcp
@@ -73,7 +73,7 @@ def trained(group: Any, state: dict[str, Any] | None, steps: int, every: int, sl
     hashes, work = [], []
     data = Numbered(LENGTHS, known=True)
     fields = {"document_fields": ["images"], "group": group}
-    made = Loader(data, planner(ranks, "groups"), **options, **fields, follow_speeds=every)  # type: ignore[arg-type]
+    made = Loader(data, planner(ranks, "groups"), **arguments(follow_speeds=every, **options, **fields))
     with slowed(rank, slow), made as loader:
         if state is not None:
             loader.load_state_dict(state)
@@ -115,9 +115,9 @@ def test_a_slow_rank_gets_less_after_the_look_ahead_and_a_replay_plans_the_same(
 def test_following_needs_something_that_measures_and_a_planner_that_can() -> None:
     options: dict[str, Any] = {"budget": 500, "workers": 0}
     with pytest.raises(ValueError, match=r"follow_speeds=5 needs telemetry=flexcp\.Telemetry"):
-        Loader(Numbered(LENGTHS), planner(1), follow_speeds=5, **options)
+        Loader(Numbered(LENGTHS), planner(1), **arguments(follow_speeds=5, **options))
     with pytest.raises(ValueError, match=r"follow_speeds is a count of steps .*got -1"):
-        Loader(Numbered(LENGTHS), planner(1), follow_speeds=-1, telemetry=flexcp.Telemetry(), **options)
+        Loader(Numbered(LENGTHS), planner(1), telemetry=flexcp.Telemetry(), **arguments(follow_speeds=-1, **options))
     no_planner = cast(Any, lambda lengths: None)
     with pytest.raises(ValueError, match="follow_speeds=5 needs a planner with a cluster and with_speeds"):
-        Loader(Numbered(LENGTHS), no_planner, follow_speeds=5, telemetry=flexcp.Telemetry(), **options)
+        Loader(Numbered(LENGTHS), no_planner, telemetry=flexcp.Telemetry(), **arguments(follow_speeds=5, **options))

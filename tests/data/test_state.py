@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from made import LENGTHS, Numbered, StatefulStream, Stream
+from made import LENGTHS, Numbered, StatefulStream, Stream, arguments
 from misbehaving import planner
 
 from flexcp.data import Loader
@@ -30,7 +30,7 @@ def loader(data: Any, group: Any = None, **options: Any) -> Loader:
     ranks = 1 if group is None else group.size()
     shuffle = isinstance(data, Numbered)
     options = {"budget": BUDGET, "workers": 0, "shuffle": shuffle, "document_fields": ["images"], **options}
-    return Loader(data, planner(ranks), group=group, **options)
+    return Loader(data, planner(ranks), group=group, **arguments(**options))
 
 
 def described(batch: Any) -> Any:

@@ -57,7 +57,8 @@ def named_commands() -> list[tuple[str, str]]:
         spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
         fenced = [
             line
-            for code in re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+            for language, code in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+            if language in ("", "bash")
             for line in lines_of(code)
         ]
         indented = re.findall(r"^    (python benchmarks[^#\n]*)", text, re.MULTILINE)

@@ -59,13 +59,21 @@ def test_json_keys_and_commands_are_documented() -> None:
 
 def test_every_picture_is_on_a_page() -> None:
     texts = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    assert not [picture.name for picture in (ROOT / "docs" / "pictures").iterdir() if f"/{picture.name})" not in texts]
+    shown = set(re.findall(r"/([\w.-]+)[)\"]", texts))
+    assert not [picture.name for picture in (ROOT / "docs" / "pictures").iterdir() if picture.name not in shown]
+
+
+def test_pictures_of_both_themes_exist() -> None:
+    """The site checks Markdown alone."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [(page, path) for page in pages for path in re.findall(r'\bsrc(?:set)?="([^"]+)"', page.read_text())]
+    assert found and not [(page.name, path) for page, path in found if not (page.parent / path).is_file()]
 
 
 def test_the_readme_is_short() -> None:
-    """At most 1,000 words, not counting blocks of code, comments and the rules of tables."""
+    """At most 1,000 words, not counting blocks of code, comments, tags and the rules of tables."""
     text = (ROOT / "README.md").read_text()
-    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$|<!--.*?-->|<[^>\n]+>", "", text, flags=re.MULTILINE | re.DOTALL)
     words = [word for word in text.split() if not re.fullmatch(r"[|#*-]+", word)]
     assert len(words) <= 1000
 

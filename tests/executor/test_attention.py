@@ -348,7 +348,7 @@ def test_a_gradient_without_memory_of_its_own_is_accepted() -> None:
 
 @pytest.mark.parametrize("strategy", ["blocks", "ring"])
 def test_each_of_several_masks_is_what_it_is_alone(pool: RankPool, strategy: str) -> None:
-    rules = {"full": flexcp.causal(), "window": flexcp.window(5, 1), "answers": flexcp.shared_question(3, 0.3)}
+    rules = {"full": flexcp.causal(), "window": flexcp.window(5, 1), "answers": flexcp.masks.shared_question(3, 0.3)}
     plan = plan_for(3, strategy=strategy, masks={name: (rule, i + 1) for i, (name, rule) in enumerate(rules.items())})
     plan.check()
     calls = [{"mask": name} for name in reversed(rules)]

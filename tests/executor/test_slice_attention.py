@@ -27,9 +27,9 @@ MASKS: dict[str, Mask] = {
     "causal": flexcp.causal(),
     "full": flexcp.full(),
     "window": flexcp.window(6, 3),
-    "lambda": flexcp.lambda_(4, 8),
-    "question": flexcp.shared_question(3, 0.3),
-    "blockwise": flexcp.causal_blockwise(8, 1),
+    "lambda": flexcp.masks.lambda_(4, 8),
+    "question": flexcp.masks.shared_question(3, 0.3),
+    "blockwise": flexcp.masks.causal_blockwise(8, 1),
 }
 
 

@@ -17,7 +17,7 @@ STREAM = torch.cat(documents())
 
 def test_masks_are_those_of_the_layers() -> None:
     config = made("llama4").config
-    assert huggingface.masks(config) == {"full": (flexcp.causal(), 1), "chunks of 8": (flexcp.chunked(8), 1)}
+    assert huggingface.masks(config) == {"full": (flexcp.causal(), 1), "chunks of 8": (flexcp.masks.chunked(8), 1)}
     with pytest.raises(NotImplementedError, match=r"chunks of 8 tokens, which are not defined on trees"):
         huggingface.masks(config, flexcp.tree([-1, 0, 0], [4, 3, 2]))
 
@@ -38,7 +38,7 @@ def test_a_plan_without_the_chunks_is_refused() -> None:
     planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
     for masks in (
         {"full": (flexcp.causal(), 2)},
-        {"full": (flexcp.causal(), 1), "chunks of 4": (flexcp.chunked(4), 1)},
+        {"full": (flexcp.causal(), 1), "chunks of 4": (flexcp.masks.chunked(4), 1)},
     ):
         step = flexcp.bind(planner(LENGTHS, masks=masks))
         with torch.no_grad(), pytest.raises(ValueError, match=r"'chunks of 8'"):

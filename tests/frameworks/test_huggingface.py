@@ -202,7 +202,7 @@ def test_a_layer_whose_window_the_plan_lacks_is_refused(models: dict[str, Any]) 
         models["mistral"][0](**huggingface.inputs(TOKENS, bound("mistral", masks=None)))
     with pytest.raises(ValueError, match=r"layer without a window.*'mask' \(window of 7 keys\)"):
         models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=None, mask=flexcp.window(WINDOW - 1))))
-    two = {"a": (flexcp.causal(), 1), "b": (flexcp.prefix(2), 1)}
+    two = {"a": (flexcp.causal(), 1), "b": (flexcp.masks.prefix(2), 1)}
     with pytest.raises(ValueError, match=r"'a' or 'b'.*mask="):
         models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=two)))
 

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
+from flexcp.compare.latent_forms import LatentForms
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
 from flexcp.shape import Kind, Shape
 
 LENGTHS = [33, 1, 50, 2, 8, 21]
 TOKENS = sum(LENGTHS)
-FORMS = flexcp.LatentForms(heads=4, rank=10, rope=4, nope=6, value=5, dtype="float64")
+FORMS = LatentForms(heads=4, rank=10, rope=4, nope=6, value=5, dtype="float64")
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 10, 4, 6, 5
 SCALE = (NOPE + ROPE) ** -0.5
 Arrays = dict[str, np.ndarray]
@@ -119,7 +120,7 @@ def test_every_form_equals_dense_attention_and_moves_its_bytes(
 
 
 def test_bytes_of_a_key_are_the_latents_whatever_the_heads() -> None:
-    forms = flexcp.LatentForms(heads=128, rank=512, rope=64, nope=128, value=128)
+    forms = LatentForms(heads=128, rank=512, rope=64, nope=128, value=128)
     assert forms.key_bytes() == {"expanded": 2 * 128 * 320, "latent": 2 * 576, "absorbed": 2 * (576 + 512)}
     table = forms.shape("latent").bytes_per_token_head()
     assert table[Kind.DKV].tolist() == [2 * 576, 4 * 576]
@@ -140,7 +141,7 @@ def test_a_plan_of_latents_is_another_plan_and_travels() -> None:
 
 
 def test_the_fastest_form_follows_what_must_move() -> None:
-    forms = flexcp.LatentForms(heads=128, rank=512, rope=64, nope=128, value=128)
+    forms = LatentForms(heads=128, rank=512, rope=64, nope=128, value=128)
     slow = flexcp.cluster("h100", 8, 1)
     form, times = forms.fastest([131072], slow, strategy="blocks")
     assert form == "latent"

@@ -150,7 +150,7 @@ def test_two_plans_equal_one_process(pool: RankPool, ranks: int, both_ways: bool
 def test_an_image_batch_is_two_batches() -> None:
     batch = ImageBatch((10, 4, 6), ((Span(1, 3), Span(5, 9, frames=2)), (), (Span(0, 6, frames=3),)), merge=2)
     assert batch.encoder_lengths == [4, 4, 4, 4, 4, 4]
-    assert batch.masks() == [flexcp.modality([(1, 3), (5, 9)]), flexcp.causal(), flexcp.modality([(0, 6)])]
+    assert batch.masks() == [flexcp.masks.modality([(1, 3), (5, 9)]), flexcp.causal(), flexcp.masks.modality([(0, 6)])]
     sources = batch.sources()
     assert sources[:, 0].tolist() == [-1, 0, 2, -1, -1, 4, 6, 8, 10, -1, -1, -1, -1, -1, 12, 14, 16, 18, 20, 22]
     assert np.array_equal(np.sort(sources[sources >= 0]), np.arange(24))

@@ -69,7 +69,7 @@ def test_a_shared_question_is_trained_as_its_answers(pool: RankPool) -> None:
     batch = TreeBatch(
         batch.family, batch.documents, batch.tokens, batch.advantages, [torch.ones(len(p)) for p in batch.paths()]
     )
-    assert batch.mask()[0].slices(16).tolist() == flexcp.shared_question([4, 1, 5], 6).slices(16).tolist()
+    assert batch.mask()[0].slices(16).tolist() == flexcp.masks.shared_question([4, 1, 5], 6).slices(16).tolist()
     assert error(pool, batch, "blocks", 3) < LIMIT
 
 
@@ -79,7 +79,7 @@ def test_window_layers_have_the_tree_in_their_window() -> None:
     assert found["full"][0] == [tree, flexcp.causal()]
     assert found["window"][0] == [flexcp.tree([-1, 0, 0], [4, 2, 3], left=6), flexcp.window(6)]
     with pytest.raises(NotImplementedError, match="a shared question is the tree of a question and its answers"):
-        huggingface.masks(make_config("mistral"), flexcp.shared_question([2, 3], 4))
+        huggingface.masks(make_config("mistral"), flexcp.masks.shared_question([2, 3], 4))
 
 
 def test_labels_beside_a_tree_are_refused_by_the_new_call() -> None:

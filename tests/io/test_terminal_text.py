@@ -12,6 +12,7 @@ import flexcp
 from flexcp.cli.commands.verify import _as_text
 from flexcp.cli.main import run
 from flexcp.cli.shared import progress
+from flexcp.cost import CostModel
 from flexcp.io.terminal_text import visible, visible_lines
 from flexcp.measure.replay_dumps import Replay, Replayed
 from flexcp.measure.verify import Verdict
@@ -87,4 +88,4 @@ def test_a_name_is_no_markup() -> None:
 def test_the_words_of_a_cost_model_are_text() -> None:
     from flexcp.known_errors.words import error_words
 
-    assert not obeyed(error_words(dataclasses.replace(flexcp.CostModel(), name=BAD)))
+    assert not obeyed(error_words(dataclasses.replace(CostModel(), name=BAD)))

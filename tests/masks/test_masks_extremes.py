@@ -52,7 +52,7 @@ def test_window(n: int, left: int, right: int) -> None:
 @example(n=9, sink=0, width=sys.maxsize)
 @example(n=9, sink=1, width=10**20)
 def test_lambda(n: int, sink: int, width: int) -> None:
-    agrees(flexcp.lambda_(sink, width), lambda q, k, _: k <= q and (k < sink or q - k < width), n)
+    agrees(flexcp.masks.lambda_(sink, width), lambda q, k, _: k <= q and (k < sink or q - k < width), n)
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,13 +66,13 @@ def test_causal_blockwise(n: int, block: int, local: int) -> None:
         ends = q // block in (0, last) or k // block == 0
         return k <= q and (ends or q - k <= local * block)
 
-    agrees(flexcp.causal_blockwise(block, local), sees, n)
+    agrees(flexcp.masks.causal_blockwise(block, local), sees, n)
 
 
 @settings(max_examples=40, deadline=None)
 @given(n=LENGTHS, tokens=COUNTS)
 def test_prefix(n: int, tokens: int) -> None:
-    agrees(flexcp.prefix(tokens), lambda q, k, _: k < tokens or k <= q, n)
+    agrees(flexcp.masks.prefix(tokens), lambda q, k, _: k < tokens or k <= q, n)
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,7 +88,7 @@ def test_shared_question(n: int, answers: int, share: float) -> None:
     def sees(q: int, k: int, _: int) -> bool:
         return k <= q and (k < question or answer(q) == answer(k))
 
-    agrees(flexcp.shared_question(answers, share), sees, n)
+    agrees(flexcp.masks.shared_question(answers, share), sees, n)
 
 
 @settings(max_examples=100, deadline=None)
@@ -109,13 +109,13 @@ def test_a_number_that_means_no_limit_is_no_limit(huge: int) -> None:
     """What configurations write for "none" gives the mask without a limit, not merely one that looks like it."""
     assert flexcp.window(huge) == flexcp.window(None)
     assert flexcp.window(0, huge) == flexcp.window(0, None)
-    assert flexcp.lambda_(0, huge).dense(9).tolist() == flexcp.causal().dense(9).tolist()
+    assert flexcp.masks.lambda_(0, huge).dense(9).tolist() == flexcp.causal().dense(9).tolist()
 
 
 def test_a_large_window_keeps_its_number() -> None:
     """Plans of windows that were always right keep their hashes."""
     assert flexcp.window(10**15).params == (10**15, 0)
-    assert flexcp.lambda_(5, 2**61).params == (5, 2**61)
+    assert flexcp.masks.lambda_(5, 2**61).params == (5, 2**61)
 
 
 def test_layers_find_a_window_without_a_limit() -> None:
@@ -143,27 +143,30 @@ def test_text_forms(text: str) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: flexcp.shared_question(100_000_000, 0.2), "at most 16384 answers; got 100000000"),
+        (lambda: flexcp.masks.shared_question(100_000_000, 0.2), "at most 16384 answers; got 100000000"),
         (lambda: parse_mask("shared-question:99999999999999999999,0.2"), "at most 16384 answers"),
-        (lambda: flexcp.shared_question([10**20, 1], 5), "a document of 100000000000000000006 tokens"),
-        (lambda: flexcp.shared_question([4], 10**20), "a document of 100000000000000000004 tokens"),
-        (lambda: flexcp.shared_question(6, [4, 4, 4]), r"answers first.*got answers 6 and question \[4, 4, 4\]"),
-        (lambda: flexcp.shared_question(6.0, 0.5), "answers first"),
-        (lambda: flexcp.shared_question([4], float("inf")), "must be integers >= 0"),
-        (lambda: flexcp.shared_question([4], float("nan")), "must be integers >= 0"),
-        (lambda: flexcp.modality([(0, 10**20)]), "a document of 100000000000000000000 tokens"),
-        (lambda: flexcp.modality([(-(10**20), 3)]), "ascending"),
+        (lambda: flexcp.masks.shared_question([10**20, 1], 5), "a document of 100000000000000000006 tokens"),
+        (lambda: flexcp.masks.shared_question([4], 10**20), "a document of 100000000000000000004 tokens"),
+        (lambda: flexcp.masks.shared_question(6, [4, 4, 4]), r"answers first.*got answers 6 and question \[4, 4, 4\]"),
+        (lambda: flexcp.masks.shared_question(6.0, 0.5), "answers first"),
+        (lambda: flexcp.masks.shared_question([4], float("inf")), "must be integers >= 0"),
+        (lambda: flexcp.masks.shared_question([4], float("nan")), "must be integers >= 0"),
+        (lambda: flexcp.masks.modality([(0, 10**20)]), "a document of 100000000000000000000 tokens"),
+        (lambda: flexcp.masks.modality([(-(10**20), 3)]), "ascending"),
         (lambda: flexcp.from_slices(10**20, []), "a document of 100000000000000000000 tokens"),
         (lambda: flexcp.from_slices(5, [(0, 10**20, 0, 5, None, None)]), "outside its document of 5 tokens"),
         (lambda: flexcp.from_slices(5, [(-(10**20), 5, 0, 5, None, None)]), "outside its document of 5 tokens"),
-        (lambda: flexcp.from_key_ranges([[(0, 10**20)]]), "integers of at most 64 bits"),
-        (lambda: flexcp.from_key_ranges([[(0, 2**63)]]), "integers of at most 64 bits"),
-        (lambda: flexcp.from_key_ranges([[(0, 2**62)]]), r"within 0\.\.1"),
-        (lambda: flexcp.from_key_ranges([[(0.0, 0.7)]]), "integers of at most 64 bits"),
-        (lambda: flexcp.from_cu_seqlens([0, 2**63]), "integers of at most 64 bits"),
-        (lambda: flexcp.from_cu_seqlens([0, 10**20]), "integers of at most 64 bits"),
-        (lambda: flexcp.from_cu_seqlens([0, 5, -(2**63)]), "must ascend"),
-        (lambda: flexcp.from_mask_mod(lambda b, h, q, k: k <= q, 10**20), "a document of 100000000000000000000 tokens"),
+        (lambda: flexcp.masks.from_key_ranges([[(0, 10**20)]]), "integers of at most 64 bits"),
+        (lambda: flexcp.masks.from_key_ranges([[(0, 2**63)]]), "integers of at most 64 bits"),
+        (lambda: flexcp.masks.from_key_ranges([[(0, 2**62)]]), r"within 0\.\.1"),
+        (lambda: flexcp.masks.from_key_ranges([[(0.0, 0.7)]]), "integers of at most 64 bits"),
+        (lambda: flexcp.masks.from_cu_seqlens([0, 2**63]), "integers of at most 64 bits"),
+        (lambda: flexcp.masks.from_cu_seqlens([0, 10**20]), "integers of at most 64 bits"),
+        (lambda: flexcp.masks.from_cu_seqlens([0, 5, -(2**63)]), "must ascend"),
+        (
+            lambda: flexcp.masks.from_mask_mod(lambda b, h, q, k: k <= q, 10**20),
+            "a document of 100000000000000000000 tokens",
+        ),
         (lambda: flexcp.Planner(1)([2**63]), "a document of 9223372036854775808 tokens"),
         (lambda: flexcp.Planner(1)([5, 10**20]), "a document of 100000000000000000000 tokens"),
         (lambda: flexcp.Planner(1)([-(10**20)]), "has length -100000000000000000000"),
@@ -179,7 +182,7 @@ def test_more_answers_than_tokens_make_no_slices() -> None:
     """A document of 40 tokens has at most a question and one answer when it is to be cut into thousands:
     work follows tokens.
     """
-    slices = flexcp.shared_question(2**14, 0.2).slices(40)
+    slices = flexcp.masks.shared_question(2**14, 0.2).slices(40)
     assert slices[:, :4].tolist() == [[0, 40, 0, 8], [8, 40, 8, 40]]
 
 

@@ -4,6 +4,8 @@ the command line and lines of code read of each mask is right.
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 
 import flexcp
@@ -11,7 +13,7 @@ from flexcp.cli.shared.batches import MASKS
 from flexcp.clusters import cluster
 from flexcp.cost import Model
 from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask, window
-from flexcp.masks.named import NAMED, named_mask
+from flexcp.masks.named import NAMED, named_mask, public_name
 from flexcp.models.preset import Preset
 from flexcp.report.code_lines import Lines, code_lines
 from flexcp.shape import Shape
@@ -22,12 +24,12 @@ SOME = {
     "causal": flexcp.causal(),
     "full": flexcp.full(),
     "window": flexcp.window(9, 3),
-    "lambda": flexcp.lambda_(4, 8),
-    "shared-question": flexcp.shared_question(3, 0.4),
-    "blockwise": flexcp.causal_blockwise(16, 1),
-    "chunked": flexcp.chunked(16),
-    "prefix": flexcp.prefix(7),
-    "modality": flexcp.modality([(0, 1)], self_only=True),
+    "lambda": flexcp.masks.lambda_(4, 8),
+    "shared-question": flexcp.masks.shared_question(3, 0.4),
+    "blockwise": flexcp.masks.causal_blockwise(16, 1),
+    "chunked": flexcp.masks.chunked(16),
+    "prefix": flexcp.masks.prefix(7),
+    "modality": flexcp.masks.modality([(0, 1)], self_only=True),
     "tree": flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], left=40),
 }
 
@@ -51,12 +53,12 @@ def test_no_document_has_more_slices_than_the_table_says(name: str) -> None:
 
 
 def test_a_mask_of_more_images_has_more_slices() -> None:
-    mask = flexcp.modality([(1, 3), (5, 6), (10, 20)])
+    mask = flexcp.masks.modality([(1, 3), (5, 6), (10, 20)])
     assert len(mask.slices(40)) == NAMED["modality"].most_slices(mask, 40) == 7
 
 
 def test_chunks_are_as_many_as_a_document_holds() -> None:
-    mask = flexcp.chunked(16)
+    mask = flexcp.masks.chunked(16)
     assert [NAMED["chunked"].most_slices(mask, n) for n in (1, 16, 17, 300)] == [1, 1, 2, 19]
     assert [len(mask.slices(n)) for n in (1, 16, 17, 300)] == [1, 1, 2, 19]
     seen = [(q, k) for q in range(20) for k in range(20) if q // 16 == k // 16 and k <= q]
@@ -66,12 +68,13 @@ def test_chunks_are_as_many_as_a_document_holds() -> None:
     ]
     assert sorted(found) == seen
     with pytest.raises(ValueError, match="more than 16384"):
-        flexcp.chunked(1).slices(20_000)
+        flexcp.masks.chunked(1).slices(20_000)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_public_function_makes_it(name: str) -> None:
-    assert getattr(flexcp, NAMED[name].make.__name__) is NAMED[name].make
+    make = NAMED[name].make
+    assert operator.attrgetter(public_name(make).removeprefix("flexcp."))(flexcp) is make
 
 
 @pytest.mark.parametrize("name", [name for name, kind in NAMED.items() if kind.text])

@@ -17,7 +17,7 @@ def random_tree(
 ) -> tuple[list[int], list[int]]:
     """Parents and lengths in depth-first order; some segments are empty, the last is not."""
     above = [-1, *(-1 if rng.random() < roots else int(rng.integers(max(0, i - 4), i)) for i in range(1, segments))]
-    order = flexcp.tree_order(above)
+    order = flexcp.masks.tree_order(above)
     place = {segment: at for at, segment in enumerate(order)}
     return [place.get(above[i], -1) for i in order], [*rng.integers(0, longest + 1, segments - 1).tolist(), 2]
 
@@ -56,17 +56,17 @@ def test_a_token_sees_its_path(seed: int, left: int | None) -> None:
 def test_a_segment_is_one_slice_and_a_chain_too() -> None:
     assert len(flexcp.tree([-1, 0, 1, 2], [3, 0, 2, 4]).slices(9)) == 1
     star = flexcp.tree([-1, 0, 0, 0], [5, 2, 2, 2])
-    assert np.array_equal(star.slices(11), flexcp.shared_question([2, 2, 2], 5).slices(11))
+    assert np.array_equal(star.slices(11), flexcp.masks.shared_question([2, 2, 2], 5).slices(11))
 
 
 def test_a_shared_question_is_a_tree() -> None:
-    for mask in (flexcp.shared_question([2, 0, 3], 4), flexcp.tree([-1, 0, 0], [4, 2, 3])):
+    for mask in (flexcp.masks.shared_question([2, 0, 3], 4), flexcp.tree([-1, 0, 0], [4, 2, 3])):
         tree = tree_under(mask, 9)
         assert tree is not None
         assert (
             tree.parents.tolist() == [-1, 0, 0] and tree.lengths.tolist() == [4, 2, 3] and tree.ends.tolist() == [1, 2]
         )
-    assert tree_under(flexcp.shared_question([5], 4), 9) is None
+    assert tree_under(flexcp.masks.shared_question([5], 4), 9) is None
 
 
 def test_sequences_end_where_it_is_said() -> None:
@@ -100,10 +100,10 @@ def test_masks_of_other_ends_or_windows_are_others() -> None:
 
 def test_the_order_of_segments() -> None:
     parents = [3, 0, 0, -1, 3, -1]
-    order = flexcp.tree_order(parents)
+    order = flexcp.masks.tree_order(parents)
     assert order == [3, 0, 1, 2, 4, 5]
     with pytest.raises(ValueError, match="segment 1 has no root: its ancestors are a circle"):
-        flexcp.tree_order([-1, 2, 1])
+        flexcp.masks.tree_order([-1, 2, 1])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_order_of_segments() -> None:
     [
         (
             ([-1, 2, 0], [1, 1, 1]),
-            r"segment 1 has the parent 2, which comes no earlier: .* flexcp.tree_order\(parents\)",
+            r"segment 1 has the parent 2, which comes no earlier: .* flexcp.masks.tree_order\(parents\)",
         ),
         (
             ([-1, 0, 0, 1], [1] * 4),
@@ -144,7 +144,7 @@ def test_another_length_is_refused() -> None:
 
 def test_a_window_of_too_many_slices_is_refused_with_the_reason() -> None:
     chain = [-1, *range(1500), *range(1499)]  # two children at every segment of a long path
-    order = flexcp.tree_order(chain)
+    order = flexcp.masks.tree_order(chain)
     place = {segment: at for at, segment in enumerate(order)}
     mask = flexcp.tree([place.get(chain[i], -1) for i in order], [1] * len(order), left=1000)
     with pytest.raises(NotImplementedError, match=f"takes more than {MAX_WINDOW_SLICES} slices, one for each segment"):

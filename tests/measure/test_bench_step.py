@@ -69,7 +69,7 @@ def test_a_failure_of_what_is_not_ours_is_its_row(pool: RankPool) -> None:
 
 def test_what_is_not_ours_says_why_it_does_not_run() -> None:
     nobody: Any = None
-    found = baselines(nobody, [8], flexcp.lambda_(), TASK.shape, "cuda")
+    found = baselines(nobody, [8], flexcp.masks.lambda_(), TASK.shape, "cuda")
     assert "knows causal and full attention only" in str(found["torch.context_parallel"])
 
 

@@ -24,8 +24,8 @@ def compiled():
 
 warm()
 before, planned, draw = compiled(), 0, random.Random(0)
-masks = [flexcp.causal(), flexcp.full(), flexcp.window(30, 0), flexcp.lambda_(4, 60), flexcp.shared_question()]
-masks += [flexcp.causal_blockwise(32, 2), flexcp.prefix(20)]
+masks = [flexcp.causal(), flexcp.full(), flexcp.window(30, 0), flexcp.masks.lambda_(4, 60)]
+masks += [flexcp.masks.shared_question(), flexcp.masks.causal_blockwise(32, 2), flexcp.masks.prefix(20)]
 for _ in range(150):
     nodes, each = draw.choice([(1, 1), (1, 3), (1, 4), (2, 3), (4, 8), (3, 2)])
     ranks, lengths = nodes * each, [draw.randint(1, 3000) for _ in range(draw.randint(1, 12))]

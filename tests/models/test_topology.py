@@ -133,7 +133,7 @@ def test_degrees_that_are_named_pass_every_check(tp: int) -> None:
 
 
 def test_a_planner_takes_it_as_it_is() -> None:
-    found = flexcp.topology(EIGHT, LLAMA.shape, LLAMA.model, tp=8)
+    found = topology(EIGHT, LLAMA.shape, LLAMA.model, tp=8)
     planner = flexcp.Planner(**found.arguments, strategy="zigzag")
     plan = planner([4000, 500])
     assert (plan.ranks, plan.shape, plan.cluster) == (4, found.shape, found.cluster)

@@ -118,7 +118,7 @@ CASES = st.tuples(
     st.sampled_from(["ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "groups", "minheap"]),
     st.sampled_from([(1, 2), (1, 4), (2, 2), (2, 4)]),
     st.lists(st.integers(1, 400), min_size=1, max_size=6),
-    st.sampled_from([flexcp.causal(), flexcp.full(), flexcp.window(40, 9), flexcp.causal_blockwise(32, 1)]),
+    st.sampled_from([flexcp.causal(), flexcp.full(), flexcp.window(40, 9), flexcp.masks.causal_blockwise(32, 1)]),
     st.sampled_from(["bfloat16", "float32", "float64"]),
     st.sampled_from(["free", "zigzag", "scattered"]),
 )

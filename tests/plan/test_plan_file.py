@@ -76,15 +76,24 @@ def test_every_kind_of_plan_comes_back() -> None:
     [
         flexcp.full(),
         flexcp.window(None, 3),
-        flexcp.lambda_(4, 8),
-        flexcp.shared_question(3, 0.3),
-        flexcp.causal_blockwise(16, 1),
-        flexcp.chunked(16),
-        flexcp.prefix(7),
-        [flexcp.modality([(1, 3)], self_only=True), flexcp.causal(), flexcp.modality([]), flexcp.prefix(5)],
+        flexcp.masks.lambda_(4, 8),
+        flexcp.masks.shared_question(3, 0.3),
+        flexcp.masks.causal_blockwise(16, 1),
+        flexcp.masks.chunked(16),
+        flexcp.masks.prefix(7),
+        [
+            flexcp.masks.modality([(1, 3)], self_only=True),
+            flexcp.causal(),
+            flexcp.masks.modality([]),
+            flexcp.masks.prefix(5),
+        ],
         [flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], ends=[3, 2, 0, 3]), *[flexcp.causal()] * 3],
         [flexcp.tree([-1, 0, 0], [100, 50, 150], left=7), *[flexcp.window(7)] * 3],
-        [flexcp.shared_question([100, 100], 100), flexcp.from_key_ranges([[(0, 1)]] * 7), *[flexcp.causal()] * 2],
+        [
+            flexcp.masks.shared_question([100, 100], 100),
+            flexcp.masks.from_key_ranges([[(0, 1)]] * 7),
+            *[flexcp.causal()] * 2,
+        ],
     ],
 )
 def test_every_mask_comes_back(mask: Any) -> None:
@@ -301,7 +310,7 @@ def test_slices_that_would_take_minutes_to_compare_are_refused() -> None:
 
 def test_a_plan_that_needs_more_memory_than_its_bytes_grant_is_saved_with_filler() -> None:
     planner = flexcp.Planner(8, 2, 64, cluster=flexcp.cluster("h100", 1, 1), strategy="dp")
-    plan = planner([2] * 40_000, flexcp.shared_question(1, 0.5))
+    plan = planner([2] * 40_000, flexcp.masks.shared_question(1, 0.5))
     data = save_plan(plan)
     assert len(data) > 4 * len(zlib.compress(zlib.decompressobj().decompress(data[wire._PREFIX.size :])))
     assert load_plan(data) == plan

@@ -20,7 +20,7 @@ from flexcp.masks import Mask, depths
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
 
-QUESTION = flexcp.shared_question([4, 4, 4], 6)
+QUESTION = flexcp.masks.shared_question([4, 4, 4], 6)
 DEPTHS = [0, 1, 2, 3, 4, 5, *[6, 7, 8, 9] * 3]
 
 
@@ -33,15 +33,15 @@ def planned(lengths: list[int], mask: Any = None, ranks: int = 1, **options: Any
     ("mask", "length", "wanted"),
     [
         (QUESTION, 18, DEPTHS),
-        (flexcp.shared_question([2, 0, 3], 1), 6, [0, 1, 2, 1, 2, 3]),
-        (flexcp.shared_question([2, 2], 0), 4, [0, 1, 0, 1]),
-        (flexcp.shared_question(3, 0.25), 16, [0, 1, 2, 3, *[4, 5, 6, 7] * 3]),
+        (flexcp.masks.shared_question([2, 0, 3], 1), 6, [0, 1, 2, 1, 2, 3]),
+        (flexcp.masks.shared_question([2, 2], 0), 4, [0, 1, 0, 1]),
+        (flexcp.masks.shared_question(3, 0.25), 16, [0, 1, 2, 3, *[4, 5, 6, 7] * 3]),
         (
-            flexcp.shared_question(3, 0.2),
+            flexcp.masks.shared_question(3, 0.2),
             12,
             [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5],
         ),  # the last answer takes the remainder
-        (flexcp.shared_question(2, 0.0), 5, [0, 1, 0, 1, 2]),
+        (flexcp.masks.shared_question(2, 0.0), 5, [0, 1, 0, 1, 2]),
         (flexcp.from_slices(5, [(3, 5, 3, 5, -9, 0), (0, 5, 0, 1, None, 0), (1, 3, 1, 3, -2, 0)]), 5, [0, 1, 2, 1, 2]),
     ],
 )
@@ -58,13 +58,13 @@ def test_answers_go_on_from_their_question(mask: Mask, length: int, wanted: list
         (flexcp.causal(), 9),
         (flexcp.full(), 9),
         (flexcp.window(3), 9),
-        (flexcp.prefix(4), 9),
-        (flexcp.causal_blockwise(2, 1), 9),
-        (flexcp.shared_question(1, 0.3), 9),
-        (flexcp.shared_question(20, 0.3), 9),  # more answers than tokens: all but the last are empty
-        (flexcp.shared_question(5, 1.0), 9),
-        (flexcp.shared_question([5], 4), 9),
-        (flexcp.shared_question([0, 5, 0], 4), 9),
+        (flexcp.masks.prefix(4), 9),
+        (flexcp.masks.causal_blockwise(2, 1), 9),
+        (flexcp.masks.shared_question(1, 0.3), 9),
+        (flexcp.masks.shared_question(20, 0.3), 9),  # more answers than tokens: all but the last are empty
+        (flexcp.masks.shared_question(5, 1.0), 9),
+        (flexcp.masks.shared_question([5], 4), 9),
+        (flexcp.masks.shared_question([0, 5, 0], 4), 9),
         (flexcp.from_slices(9, []), 9),
         (flexcp.from_slices(9, [(0, 9, 0, 9, None, 0)]), 9),
         (flexcp.from_slices(9, [(0, 4, 0, 4, None, 0), (4, 9, 4, 9, None, 0)]), 9),  # chunks of one sequence
@@ -77,7 +77,9 @@ def test_other_documents_are_one_sequence(mask: Mask, length: int) -> None:
     assert depths(mask, length) is None
 
 
-@pytest.mark.parametrize("mask", [QUESTION, flexcp.shared_question([9, 9], 0), flexcp.shared_question(4, 0.2)])
+@pytest.mark.parametrize(
+    "mask", [QUESTION, flexcp.masks.shared_question([9, 9], 0), flexcp.masks.shared_question(4, 0.2)]
+)
 def test_a_plan_from_a_file_says_the_same(mask: Mask) -> None:
     plan = planned([18], mask)
     again = flexcp.load_plan(flexcp.save_plan(plan))
@@ -93,7 +95,9 @@ def positions_on_rank(group: Any, plan: Plan) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("layout", ["free", "zigzag"])
 def test_positions_on_ranks(pool: RankPool, layout: str) -> None:
-    plan = planned([5, 18, 16], [flexcp.causal(), QUESTION, flexcp.shared_question(3, 0.25)], ranks=3, layout=layout)
+    plan = planned(
+        [5, 18, 16], [flexcp.causal(), QUESTION, flexcp.masks.shared_question(3, 0.25)], ranks=3, layout=layout
+    )
     wanted = [*range(5), *DEPTHS, 0, 1, 2, 3, *[4, 5, 6, 7] * 3]
     found = dict(
         pair
@@ -119,8 +123,8 @@ def test_masks_that_disagree_are_refused() -> None:
 
 
 def test_masks_that_agree_are_not() -> None:
-    named = flexcp.shared_question(3, 0.25)
-    explicit = flexcp.shared_question([4, 4, 4], 4)
+    named = flexcp.masks.shared_question(3, 0.25)
+    explicit = flexcp.masks.shared_question([4, 4, 4], 4)
     step = flexcp.bind(planned([16], masks={"a": (named, 1), "b": (explicit, 3)}))
     assert step.positions.tolist() == [0, 1, 2, 3, *[4, 5, 6, 7] * 3]
 
@@ -142,7 +146,7 @@ def batches(step: Any) -> pipeline.PlannedMicroBatches:
     return pipeline.PlannedMicroBatches([([0, 1], step.plan)])
 
 
-@pytest.mark.parametrize("mask", [QUESTION, flexcp.shared_question(3, 0.34)], ids=["lengths", "share"])
+@pytest.mark.parametrize("mask", [QUESTION, flexcp.masks.shared_question(3, 0.34)], ids=["lengths", "share"])
 @pytest.mark.parametrize("name", REFUSING)
 def test_who_knows_one_next_token_refuses(name: str, mask: Mask) -> None:
     step = flexcp.bind(planned([5, 18], [flexcp.causal(), mask]))
@@ -154,7 +158,7 @@ def test_who_knows_one_next_token_refuses(name: str, mask: Mask) -> None:
 
 @pytest.mark.parametrize("name", REFUSING)
 def test_plain_documents_are_not_refused(name: str) -> None:
-    mask = flexcp.shared_question(1, 0.34)
+    mask = flexcp.masks.shared_question(1, 0.34)
     assert REFUSING[name](flexcp.bind(planned([5, 18], [flexcp.causal(), mask]))) is not None
 
 

@@ -30,9 +30,9 @@ SHAPE = Shape(4, 4, 1, 1, "float32")
 EACH = int(SHAPE.bytes_per_token_head()[Kind.Q, 0])
 MASKS = {
     "causal": flexcp.causal(),
-    "lambda": flexcp.lambda_(16, 200),
-    "shared question": flexcp.shared_question(),
-    "blockwise": flexcp.causal_blockwise(64, 2),
+    "lambda": flexcp.masks.lambda_(16, 200),
+    "shared question": flexcp.masks.shared_question(),
+    "blockwise": flexcp.masks.causal_blockwise(64, 2),
     "window": flexcp.window(100, 50),
 }
 LENGTHS = [3000, 17, 900, 1, 450, 1200, 64, 2100, 333]

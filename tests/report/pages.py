@@ -32,7 +32,7 @@ def trees() -> Plan:
     """A plan of a tree, a shared question and a plain document on 4 ranks."""
     masks = [
         flexcp.tree([-1, 0, 1, 1, 0], [400, 200, 100, 300, 250]),
-        flexcp.shared_question([60, 40], 100),
+        flexcp.masks.shared_question([60, 40], 100),
         flexcp.causal(),
     ]
     return flexcp.Planner(**HEADS, cluster=flexcp.cluster("h100", 1, 4), strategy="blocks")([1250, 200, 90], masks)

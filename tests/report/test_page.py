@@ -151,7 +151,7 @@ def test_all_of_a_small_plan_is_drawn() -> None:
 
 def test_slices_are_those_of_their_documents_with_bands_that_end() -> None:
     planner = flexcp.Planner(4, 2, 64, cluster=flexcp.cluster("h100", 1, 2), strategy="dp")
-    masks = [flexcp.window(3, 0), flexcp.window(None, 2), flexcp.full(), flexcp.chunked(20)]
+    masks = [flexcp.window(3, 0), flexcp.window(None, 2), flexcp.full(), flexcp.masks.chunked(20)]
     plan = planner([30, 40, 35, 40], masks)
     names = ("document", "q0", "q1", "k0", "k1", "lo", "hi")
     [mask] = data_of(plan)["masks"]  # type: ignore[misc]

@@ -183,7 +183,7 @@ def judge(ran: Pass) -> None:
 @given(
     st.lists(st.integers(1, 4000), min_size=1, max_size=6),
     st.sampled_from(["blocks", "ring", "zigzag:2", "allgather", "ulysses:2", "usp:2,2", "minheap:512"]),
-    st.sampled_from([flexcp.causal(), flexcp.causal_blockwise(64, 1)]),
+    st.sampled_from([flexcp.causal(), flexcp.masks.causal_blockwise(64, 1)]),
     st.booleans(),
     st.builds(
         Rules,

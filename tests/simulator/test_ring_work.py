@@ -26,9 +26,9 @@ MASKS = [
     flexcp.full(),
     flexcp.window(300, 0),
     flexcp.window(40, 25),
-    flexcp.lambda_(16, 200),
-    flexcp.shared_question(3, 0.2),
-    flexcp.causal_blockwise(64, 1),
+    flexcp.masks.lambda_(16, 200),
+    flexcp.masks.shared_question(3, 0.2),
+    flexcp.masks.causal_blockwise(64, 1),
 ]
 RINGS = {
     4: ["ring", "zigzag", "zigzag:2", "ulysses", "usp:2,2", "pow2"],

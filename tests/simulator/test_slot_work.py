@@ -35,9 +35,9 @@ STRATEGIES = [
 MASKS = [
     flexcp.causal(),
     flexcp.full(),
-    flexcp.lambda_(16, 200),
-    flexcp.shared_question(3, 0.2),
-    flexcp.causal_blockwise(64, 1),
+    flexcp.masks.lambda_(16, 200),
+    flexcp.masks.shared_question(3, 0.2),
+    flexcp.masks.causal_blockwise(64, 1),
 ]
 
 

@@ -22,7 +22,7 @@ from flexcp.executor.exchange.transports import HostExchange
 from flexcp.executor.kernels import Settings
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
-from flexcp.telemetry.sample import Row, chosen_rows, worst_row
+from flexcp.telemetry.sample import MismatchError, Row, chosen_rows, worst_row
 from lib.matrix import MASKS
 
 Call = dict[str, Any]
@@ -66,7 +66,7 @@ def on_check(group: dist.ProcessGroup, plan: Plan, wrong: dict[int, str], call: 
             for _ in range(3):
                 flexcp.attention(*qkv(step), step, **call)
                 done += 1
-        except flexcp.MismatchError as error:
+        except MismatchError as error:
             return {"done": done, "error": str(error), "notes": error.__notes__, "dumps": len(telemetry.dumps)}
     return {"done": done, "error": "", "dumps": len(telemetry.dumps)}
 
@@ -159,7 +159,7 @@ def on_corruption(group: dist.ProcessGroup, plan: Plan, folder: str) -> dict[str
         for _ in range(2):
             flexcp.attention(*inputs, step)
             done += 1
-    except flexcp.MismatchError as error:
+    except MismatchError as error:
         return {"done": done, "error": str(error)}
     return {"done": done, "error": ""}
 

@@ -126,7 +126,9 @@ def test_the_loader_hands_it_on() -> None:
     planner = flexcp.Planner(4, 2, 8, 6, "float64", flexcp.cluster("cpu", 1, 1), strategy="dp")
     telemetry = flexcp.Telemetry()
     samples = [{"tokens": torch.arange(n)} for n in (7, 30, 12)]
-    with flexcp.data.Loader(samples, planner, budget=40, workers=0, telemetry=telemetry) as loader:
+    with flexcp.data.Loader(
+        samples, planner, budget=40, telemetry=telemetry, planning=flexcp.data.Planning(workers=0)
+    ) as loader:
         for batch in loader:
             train(batch.step)
     assert [s.plan.batch.lengths.tolist() for s in telemetry.steps] == [[7, 30], [12]]

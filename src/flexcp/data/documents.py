@@ -61,7 +61,7 @@ class BatchLimits:
     def refusal(self, length: int, where: str) -> str:
         """Return the error message for a document that is too long; ``where`` names it."""
         what = f"the budget of {self.budget}" if self.longest == self.budget else f"max_length {self.longest}"
-        return f"{where} has {length} tokens, over {what}; raise it, or choose too_long='cut' or 'drop'"
+        return f"{where} has {length} tokens, over {what}; raise it, or choose Batches(too_long='cut' or 'drop')"
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ process are those that wait for planner processes.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +39,14 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
 from flexcp.data.loader_group import check_group, group_of
+from flexcp.data.loader_settings import (
+    Batches,
+    Planning,
+    Samples,
+    check_tokens,
+    warn_of_old_arguments,
+    with_old_arguments,
+)
 from flexcp.data.loader_state import FORMAT, PLACES, check_state
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
@@ -46,7 +55,7 @@ from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder
 from flexcp.data.planning.plan_sharing import SharedPlans
 from flexcp.data.planning.planning_pool import PlanningError, Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
-from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Sample
+from flexcp.data.samples import LABELS, TOKENS, Fields, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.speeds.corrections import read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
@@ -69,47 +78,19 @@ class Loader:
     """Batches of a dataset, planned ahead; iterate it once per epoch.
 
     ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a
-    mapping of fields, or its token ids alone. ``tokens``, ``labels``, ``spans`` and ``document_fields`` name fields;
-    ``samples.py`` says how the others are told apart.
+    mapping of fields, or its token ids alone; ``samples`` says which fields hold what. Batches hold documents in order
+    up to ``budget`` tokens, and ``batches`` says what happens to those that do not fit. With ``shuffle``, each epoch
+    has an order of its own, made from ``seed``. ``planning`` says how plans are made while earlier steps train.
 
     ``group`` is the ranks that share each batch, as many as the planner is for: a process group or a 1-D DeviceMesh
     axis. Without a group, the loader is for one rank. In a run of several ranks this gives a warning, unless
     ``group="alone"`` or a ``DistributedSampler`` says that every rank has its own samples (data parallelism).
 
-    Masks: ``mask`` is one for all documents or, for a map-style dataset, a list with one for each;
-    ``masks={"name": (mask, layers)}`` does the same for several kinds of layers; ``mask_fn(sample)`` returns either;
-    ``spans`` (the name of a field, or a list with the spans of each document) gives :func:`flexcp.modality` masks. By
-    default documents are causal. A mask may make a sample a tree.
+    ``mask`` is one for all documents or, for a map-style dataset, a list with one for each;
+    ``masks={"name": (mask, layers)}`` does the same for several kinds of layers. By default documents are causal. A
+    mask may make a sample a tree. :class:`Samples` has other sources of masks.
 
-    ``tree_by`` names a field, such as the number of a prompt; samples with the same value are merged into one tree,
-    which holds their common beginnings once. The tree's document has a field ``samples`` with the other fields of each
-    sample, in order, and ``stats.tokens_saved`` counts the tokens saved. In a stream, the samples of a tree must follow
-    each other. With ``tree_by``, ``mask`` or ``masks`` must be causal or windows, which are measured on the path;
-    ``least_shared`` is that of :func:`flexcp.tree_of`. A tree that is too large is cut between its sequences into
-    several trees, and ``stats.tokens_repeated`` counts the tokens that these hold more than once. It is too large over
-    ``max_length`` if ``too_long="cut"``, and with ``micro_batches`` over ``max_tokens_per_rank`` times the ranks.
-
-    ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) gives the lengths of a map-style dataset without reading
-    it; by default its attribute ``lengths`` is used, if it has one. With known lengths and masks, a rank reads only the
-    documents it keeps tokens of (a rank that keeps none of its first batch reads one to learn the fields). Otherwise
-    each sample is read once, by one rank, and shared.
-
-    Batches hold documents in order up to ``budget`` tokens. ``too_long`` says what happens to documents of more than
-    ``max_length`` tokens (by default the budget): ``"refuse"``, ``"cut"`` or ``"drop"``. ``drop_last`` leaves out the
-    last batch of an epoch unless it is full.
-
-    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). With
-    ``share_plans`` each step is planned on one rank for all. By default every rank plans for itself, except with
-    ``hypergraph`` and ``dcp``, which may find different plans on different ranks. ``patience`` is how many seconds the
-    loop waits for a planner process before it plans the step itself, ``timeout`` how long it waits for other ranks.
-    ``plan_options`` are arguments for the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With
-    ``micro_batches``, a batch over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is handed out
-    in several parts, as many on every rank, each a :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo
-    group for sharing samples if ``group`` is an NCCL group.
-
-    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds=n``, every n steps the ranks agree on how
-    fast each of them computed, as measured by telemetry, and later steps are planned with these speeds. The corrections
-    are in :meth:`state_dict`, so a loader that loads them makes the same plans.
+    Tensors are moved to ``device``. ``telemetry`` follows every step (docs/telemetry.md).
 
     Iterating continues where it stopped: an unfinished epoch is resumed, and a finished one is followed by the next.
     """
@@ -121,76 +102,66 @@ class Loader:
         *,
         budget: int,
         group: dist.ProcessGroup | DeviceMesh | Literal["alone"] | None = None,
-        lengths: Sequence[int] | Ints | str | None = None,
         mask: Mask | Sequence[Mask] | None = None,
         masks: Mapping[str, tuple[Mask | Sequence[Mask], int]] | None = None,
-        mask_fn: Callable[[Any], MaskChoice] | None = None,
-        spans: str | Sequence[Any] | None = None,
-        tree_by: str | None = None,
-        least_shared: int = 1,
-        tokens: str | None = None,
-        labels: str | None = None,
-        document_fields: Sequence[str] = (),
-        ignore: int = -100,
-        pad_token: int = 0,
-        max_length: int | None = None,
-        too_long: str = "refuse",
         shuffle: bool = False,
         seed: int = 0,
-        drop_last: bool = False,
-        lookahead: int = 4,
-        workers: int = 1,
-        share_plans: bool | None = None,
-        plan_options: Mapping[str, Any] | None = None,
-        micro_batches: bool = False,
-        patience: float = 120.0,
-        timeout: float = 600.0,
         device: torch.device | str | None = None,
-        cpu_group: dist.ProcessGroup | None = None,
         telemetry: Watcher | None = None,
-        follow_speeds: int = 0,
+        samples: Samples = Samples(),  # noqa: B008 - immutable
+        batches: Batches = Batches(),  # noqa: B008 - immutable
+        planning: Planning = Planning(),  # noqa: B008 - immutable
+        **old: Any,
     ) -> None:
-        _check_numbers(lookahead, workers, budget, budget if max_length is None else max_length)
+        warn_of_old_arguments(old, ARGUMENTS, stacklevel=3)
+        samples = with_old_arguments("samples", samples, old)
+        batches = with_old_arguments("batches", batches, old)
+        planning = with_old_arguments("planning", planning, old)
+        check_tokens("budget", budget)
         self.group = group_of(group)
-        self.timeout = timedelta(seconds=timeout)
-        self.peers = Peers(cpu_group if cpu_group is not None else self.group, self.timeout)
-        if cpu_group is not None and (self.group is None or dist.get_world_size(self.group) != self.peers.size):
-            raise ValueError(
-                f"cpu_group has {self.peers.size} ranks; make it of the same ranks as group, in the same order"
-            )
+        self.timeout = timedelta(seconds=planning.timeout)
+        self.peers = _peers(self.group, planning.cpu_group, self.timeout)
         check_planner(planner)
         check_dataset(dataset)
         check_group(group, self.peers.size, planner, dataset)
         self.stats = Stats()
-        self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
-        self.options = dict(plan_options or {})
-        self.micro_batches = micro_batches
+        self.drop_last, self.lookahead, self.device = batches.drop_last, planning.lookahead, device
+        self.telemetry, self.micro_batches = telemetry, batches.micro_batches
+        self.options = dict(planning.plan_options or {})
         check_options(planner, self.options)
-        if micro_batches:
+        if self.micro_batches:
             check_micro_batches(planner, self.options)
-        limits = BatchLimits(budget, min(budget, max_length or budget), too_long)
-        field = spans if isinstance(spans, str) else None
-        fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
-        self.pads = {TOKENS: pad_token, LABELS: ignore, **({field: -1} if field else {})}
-        found = masks_of(mask, masks, mask_fn, spans)
-        if tree_by is not None:
+        limits = BatchLimits(budget, min(budget, batches.max_length or budget), batches.too_long)
+        field = samples.spans if isinstance(samples.spans, str) else None
+        named = frozenset(samples.document_fields)
+        fields = Fields(samples.tokens, samples.labels, field, named, samples.ignore)
+        self.pads = {TOKENS: samples.pad_token, LABELS: samples.ignore, **({field: -1} if field else {})}
+        found = masks_of(mask, masks, samples.mask_fn, samples.spans)
+        if samples.tree_by is not None:
             check_dataset(dataset)
             most = self._most_of_a_tree(planner, limits)
-            dataset, found = grouped(dataset, tree_by, fields, least_shared, most), masks_of_trees(found)
+            dataset = grouped(dataset, samples.tree_by, fields, samples.least_shared, most)
+            found = masks_of_trees(found)
         self.reading = Reading(fields, found, limits, shuffle, seed, self.stats)
         self.dataset = dataset
-        self.source = _source(dataset, lengths, self.reading, self.peers)
-        wish = RecipeWish(self.peers.rank, "rows" if packs_by_rows(torch.device(device or "cpu").type) else "fields")
-        pool = Pool(planner, workers if lookahead else 0, patience, self.stats, wish)
-        if share_plans is None:
-            share_plans = may_differ(str(getattr(planner, "strategy", "")))
-        self.plans: Pool | SharedPlans = pool
-        if share_plans and self.group is not None and self.peers.size > 1:
-            self.plans = SharedPlans(pool, self.group, self.timeout)
-        self.speeds = SpeedFollower(planner, follow_speeds, telemetry, self.peers)
+        self.source = _source(dataset, samples.lengths, self.reading, self.peers)
+        self.plans = self._plans(planner, planning)
+        self.speeds = SpeedFollower(planner, planning.follow_speeds, telemetry, self.peers)
         self.epoch = self.place = self.step = 0
         self._iteration = 0
         self._closed = False
+
+    def _plans(self, planner: PlannerLike, planning: Planning) -> Pool | SharedPlans:
+        """Return the processes that plan ahead, of this rank or shared by all."""
+        packed = "rows" if packs_by_rows(torch.device(self.device or "cpu").type) else "fields"
+        wish = RecipeWish(self.peers.rank, packed)
+        pool = Pool(planner, planning.workers if planning.lookahead else 0, planning.patience, self.stats, wish)
+        share = planning.share_plans
+        if share is None:
+            share = may_differ(str(getattr(planner, "strategy", "")))
+        if share and self.group is not None and self.peers.size > 1:
+            return SharedPlans(pool, self.group, self.timeout)
+        return pool
 
     def _most_of_a_tree(self, planner: PlannerLike, limits: BatchLimits) -> int | None:
         """Return the most tokens of a tree before it is cut, or None if trees are never cut."""
@@ -414,14 +385,16 @@ class Loader:
         self.close()
 
 
-def _check_numbers(lookahead: object, workers: object, budget: object, longest: object) -> None:
-    """Raise unless these arguments of the Loader are whole numbers."""
-    for name, value in (("lookahead", lookahead), ("workers", workers)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
-    for name, value in (("budget", budget), ("max_length", longest)):
-        if not isinstance(value, int | np.integer):
-            raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
+ARGUMENTS = tuple(name for name in inspect.signature(Loader).parameters if name != "old")
+"""Arguments that a Loader takes today, without those that are deprecated."""
+
+
+def _peers(group: dist.ProcessGroup | None, cpu_group: dist.ProcessGroup | None, timeout: timedelta) -> Peers:
+    """Return the ranks that samples are shared with, over ``cpu_group`` if there is one; raise if it does not fit."""
+    peers = Peers(cpu_group if cpu_group is not None else group, timeout)
+    if cpu_group is not None and (group is None or dist.get_world_size(group) != peers.size):
+        raise ValueError(f"cpu_group has {peers.size} ranks; make it of the same ranks as group, in the same order")
+    return peers
 
 
 def may_differ(strategy: str) -> bool:

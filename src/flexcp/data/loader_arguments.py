@@ -12,7 +12,7 @@ import numpy as np
 
 from flexcp.data.samples import Masks
 from flexcp.executor.arguments import named_kind
-from flexcp.masks import Mask, causal
+from flexcp.masks import Mask, causal, public_name
 
 
 def check_planner(planner: Any) -> None:
@@ -44,7 +44,9 @@ def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
     """Return how documents get their masks, from the Loader's arguments; raise if they contradict each other."""
     given = [n for n, v in (("mask", mask), ("masks", masks), ("mask_fn", mask_fn), ("spans", spans)) if v is not None]
     if len(given) > 1 and given != ["mask_fn", "spans"]:
-        raise ValueError(f"give one of mask, masks, mask_fn and spans; got {' and '.join(given)}")
+        raise ValueError(
+            f"give one of mask, masks, Samples(mask_fn=...) and Samples(spans=...); got {' and '.join(given)}"
+        )
     if mask_fn is not None:
         if not callable(mask_fn):
             raise ValueError(f"mask_fn= is a function of a sample that returns its mask; got {named_kind(mask_fn)}")
@@ -95,7 +97,7 @@ def _instead(before: str, given: Any, after: str = "") -> str:
     if callable(given):
         called = getattr(given, "__name__", "causal")
         return (
-            f"got the function {called}: call it, {before}flexcp.{called}(...){after}, "
-            "or pass a function of the sample as mask_fn="
+            f"got the function {called}: call it, {before}{public_name(given)}(...){after}, "
+            "or pass a function of the sample as samples=flexcp.data.Samples(mask_fn=...)"
         )
     return f"got {given!r}: write {before}flexcp.causal(){after}, or another of flexcp's masks"

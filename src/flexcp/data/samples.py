@@ -81,7 +81,7 @@ def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | Non
     given: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {}
     if LABELS in given and fields.labels is None:
         raise ValueError(
-            f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, "
+            f"{where} has a field 'labels'; make the Loader with samples=Samples(labels='labels') to have it shifted, "
             "or leave the field out"
         )
     aligned = tokens if fields.labels is None else _labels(given, fields, whole, where)
@@ -119,7 +119,8 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
         names = [fields.tokens] if fields.tokens is not None else [n for n in NAMES_OF_TOKENS if n in sample]
         if len(names) != 1 or names[0] not in sample:
             raise ValueError(
-                f"{where} has fields {sorted(map(str, sample))}; say which one holds the token ids with tokens='...'"
+                f"{where} has fields {sorted(map(str, sample))}; say which one holds the token ids: make the Loader "
+                "with samples=Samples(tokens='...')"
             )
         name, value = names[0], sample[names[0]]
     if isinstance(value, str):
@@ -128,8 +129,8 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
         kinds = ", ".join(type(x).__name__ for x in value[:4])
         raise ValueError(
             f"{where} is a {type(value).__name__} of {len(value)} ({kinds}), and a sample is its token ids alone or a "
-            "mapping of fields: give {'input_ids': ids, 'labels': labels} with labels='labels', or ids (a DataLoader "
-            "should have batch_size=None, or collate_fn=list of mappings)"
+            "mapping of fields: give {'input_ids': ids, 'labels': labels} with samples=Samples(labels='labels'), or "
+            "ids (a DataLoader should have batch_size=None, or collate_fn=list of mappings)"
         )
     tokens = _tensor(value, name, where)
     if tokens.numel() == 0:
@@ -157,8 +158,8 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
         way = (
             f"pass {instead}"
             if instead
-            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the "
-            "Loader takes next tokens"
+            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without "
+            "Samples(labels=...) the Loader takes next tokens"
         )
         raise ValueError(
             f"{where}: field {fields.labels!r} has shape {list(labels.shape)}, but labels are one for each of the "
@@ -169,7 +170,8 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
     if len(odd):
         raise ValueError(
             f"{where}: field {fields.labels!r} holds {odd[0].item()}, which is neither a token id nor "
-            f"ignore={fields.ignore}; where it marks tokens without a label make the Loader with ignore={odd[0].item()}"
+            f"ignore={fields.ignore}; where it marks tokens without a label make the Loader with "
+            f"samples=Samples(ignore={odd[0].item()})"
         )
     return labels
 
@@ -181,7 +183,7 @@ def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor
         way = f"pass {key}[0] if that is a row per token; " if column.shape[:2] == (1, rows) else ""
         raise ValueError(
             f"{where}: field {key!r} has shape {list(column.shape)} for {rows} tokens; {way}if it belongs to the "
-            f"document as a whole, make the Loader with document_fields=[{key!r}]"
+            f"document as a whole, make the Loader with samples=Samples(document_fields=[{key!r}])"
         )
     return column
 
@@ -260,8 +262,8 @@ class Masks:
         if limit < whole and tree_in(found, whole) is not None:
             raise ValueError(
                 f"document {number} is a tree of {whole} tokens, and a tree is not cut to {limit}: its sequences would "
-                "lose their ends; raise the budget or max_length, choose too_long='drop', or let the loader make trees "
-                "(tree_by=), which it cuts between sequences that fit"
+                "lose their ends; raise the budget or max_length, choose batches=Batches(too_long='drop'), or let the "
+                "loader make trees with samples=Samples(tree_by=...), which it cuts between sequences that fit"
             )
         if isinstance(found, Mask):
             return cut_mask(found, limit)
@@ -312,7 +314,7 @@ def _spans_of(sample: Any, field: str, number: int) -> Any:
     has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
     raise ValueError(
         f"spans={field!r} names a field of every sample, and sample {number} {has}: give it {{'input_ids': ids, "
-        f"{field!r}: [(start, end)]}}, or pass spans= a list of such spans for each document"
+        f"{field!r}: [(start, end)]}}, or pass Samples(spans=...) a list of such spans for each document"
     )
 
 

@@ -63,7 +63,8 @@ class Known:
             raise ValueError(limits.refusal(int(lengths[first]), f"document {first}"))
         if over.all() and limits.too_long == "drop":
             raise ValueError(
-                f"no document has at most {limits.longest} tokens; raise the budget or choose too_long='cut'"
+                f"no document has at most {limits.longest} tokens; raise the budget, or choose "
+                "batches=Batches(too_long='cut')"
             )
 
     def begin(self, epoch: int, place: int) -> None:

@@ -78,9 +78,10 @@ def attention(
     ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head, which takes part in the
     softmax but has no value; its gradient, like that of any parameter, is this rank's share.
 
-    ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which kernel ran and why.
-    ``deterministic`` makes gradients bitwise the same in every run. On a GPU the kernels leave some multiprocessors to
-    transfers, as many as the plan says for each slot; ``sm_margin`` sets one number for all slots instead.
+    ``kernel`` overrides the choice of :func:`flexcp.executor.kernels.choose.choose_kernel`; ``step.kernels`` says which
+    kernel ran and why. ``deterministic`` makes gradients bitwise the same in every run. On a GPU the kernels leave some
+    multiprocessors to transfers, as many as the plan says for each slot; ``sm_margin`` sets one number for all slots
+    instead.
     """
     if unknown:
         refuse_keywords(unknown)

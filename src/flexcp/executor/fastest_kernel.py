@@ -1,7 +1,7 @@
 """Fastest kernel: choose an attention kernel by timing, instead of by the rules of
 :mod:`flexcp.executor.kernels.choose`.
 
-    print(flexcp.fastest_kernel("cuda", torch.bfloat16, heads=32, kv_heads=8, head_dim=128))
+    print(fastest_kernel("cuda", torch.bfloat16, heads=32, kv_heads=8, head_dim=128))
 
 :func:`fastest_kernel` times every kernel that can run such tensors on this device, forward and backward, on one causal
 document or on slices of yours, and names the fastest one together with the times of all. Run it once for a model and

@@ -12,6 +12,7 @@ import torch
 
 from flexcp.clusters import cluster
 from flexcp.data.loader import Loader
+from flexcp.data.loader_settings import Planning
 from flexcp.fuzz.cases import Case
 from flexcp.fuzz.token_machine import require
 from flexcp.planner import Planner
@@ -49,8 +50,7 @@ def check_loader(case: Case) -> None:
             group="alone",
             shuffle=shuffle,
             seed=case.run.seed,
-            lookahead=lookahead,
-            workers=0,
+            planning=Planning(lookahead=lookahead, workers=0),
         )
 
     with loader() as first:

@@ -24,6 +24,7 @@ from flexcp.cost import CostModel
 from flexcp.data.document_lengths import document_lengths
 from flexcp.data.lengths import jsonl_lengths, parse_lengths
 from flexcp.data.loader import Loader
+from flexcp.data.loader_settings import Planning
 from flexcp.fuzz.cases import Case, Layer, read_case, save_case
 from flexcp.masks import causal, parse_mask
 from flexcp.models.config import read_config
@@ -143,7 +144,7 @@ def _masks(trees: Any) -> object:
 
 def _loader() -> Loader:
     planner = Planner(4, 2, 8, cluster=cluster("cpu", 1, 1), strategy="dp")
-    return Loader([[1, 2, 3], [4, 5]], planner, budget=8, group="alone", workers=0, shuffle=True)
+    return Loader([[1, 2, 3], [4, 5]], planner, budget=8, group="alone", shuffle=True, planning=Planning(workers=0))
 
 
 def _load_state(path: Path) -> object:

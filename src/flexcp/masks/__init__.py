@@ -27,6 +27,7 @@ from flexcp.masks.named import (
     modality,
     named_mask,
     prefix,
+    public_name,
     shared_question,
     window,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "overlapping_pair",
     "parse_mask",
     "prefix",
+    "public_name",
     "rows_area",
     "shared_question",
     "shift",

@@ -3,9 +3,9 @@
 Only the mask decides which token follows which, so a plan that is read from a file gives the same trees. Two kinds of
 mask make a document a tree: a tree mask, by its segments, and a shared question, whose question is the root and whose
 answers are its children. A shared question is recognized by its name, or by the slices that
-:func:`flexcp.shared_question` makes of answer lengths, in any order. A mask that hides parts of a document from each
-other without a shared question makes no tree: layers that attend inside chunks have such masks, and their documents are
-one sequence.
+:func:`flexcp.masks.shared_question` makes of answer lengths, in any order. A mask that hides parts of a document from
+each other without a shared question makes no tree: layers that attend inside chunks have such masks, and their
+documents are one sequence.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``NAMED`` is the only list of named masks. All code that handles every mask reads it: text forms, plan files, the
 command line, and the lines of code in a report. A name that is not in the table is an error. To add a mask, add here a
 function that checks its numbers and makes a :class:`Mask`, a rule, and a row of the table; then add the function's name
-to ``flexcp/__init__.py`` and ``flexcp/masks/__init__.py``, and a row to docs/concepts.md.
+to ``flexcp/masks/__init__.py`` and ``docs/api_names.py``, and a row to docs/concepts.md.
 """
 
 from __future__ import annotations
@@ -329,6 +329,16 @@ NAMED: dict[str, NamedMask] = {
     "tree": NamedMask(tree, lambda mask, _: tree_slices(mask), lambda mask, n: most_slices(mask)),
 }
 """All named masks, in the order in which their text forms are shown."""
+
+
+SHORT_NAMES = ("causal", "full", "tree", "window")
+"""Functions that make masks and that ``flexcp`` has itself; the others are those of ``flexcp.masks`` alone."""
+
+
+def public_name(make: Callable[..., Any]) -> str:
+    """Return how users write a function that makes masks: ``flexcp.causal`` or ``flexcp.masks.prefix``."""
+    name = getattr(make, "__name__", "causal")
+    return f"flexcp.{name}" if name in SHORT_NAMES else f"flexcp.masks.{name}"
 
 
 def named_mask(name: str) -> NamedMask:

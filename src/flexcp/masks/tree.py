@@ -174,10 +174,10 @@ def tree(
     """A tree of segments: a token sees its own segment up to itself, and all tokens of every ancestor segment.
 
     ``parents[i]`` is the parent of segment i (-1 for a root) and ``lengths[i]`` the number of its tokens (0 or more).
-    Segments must be in depth-first order, which :func:`flexcp.tree_order` finds. By default the sequences are the paths
-    from a root to each segment without children, in order. ``ends`` gives other sequences by the segment each ends in:
-    a sequence may be the beginning of another, and several may end in one segment. With ``left``, a token sees at most
-    that many tokens before it on its path, as in ``window(left)``.
+    Segments must be in depth-first order, which :func:`flexcp.masks.tree_order` finds. By default the sequences are the
+    paths from a root to each segment without children, in order. ``ends`` gives other sequences by the segment each
+    ends in: a sequence may be the beginning of another, and several may end in one segment. With ``left``, a token sees
+    at most that many tokens before it on its path, as in ``window(left)``.
     """
     above, tokens = _integers(parents, "parents"), _integers(lengths, "lengths")
     if len(above) != len(tokens):
@@ -324,7 +324,7 @@ def _check_depth_first(parents: list[int]) -> None:
             )
             raise ValueError(
                 f"segment {segment} has the parent {parent}, {why}: segments must be in depth-first order, each "
-                "subtree in one piece; flexcp.tree_order(parents) gives that order"
+                "subtree in one piece; flexcp.masks.tree_order(parents) gives that order"
             )
         path.append(segment)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flexcp.clusters import Cluster
 from flexcp.data.lengths import batch_tokens
-from flexcp.masks import Mask, named_mask
+from flexcp.masks import Mask, named_mask, public_name
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
 
@@ -239,4 +239,4 @@ def _masks(masks: Mapping[str, tuple[Mask, int]]) -> str:
 def _call(mask: Mask) -> str:
     """The Python call that makes a named mask."""
     kind = named_mask(mask.name)
-    return f"flexcp.{kind.make.__name__}({', '.join(map(repr, kind.arguments(mask.params)))})"
+    return f"{public_name(kind.make)}({', '.join(map(repr, kind.arguments(mask.params)))})"

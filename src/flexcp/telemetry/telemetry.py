@@ -58,8 +58,8 @@ class Telemetry:
     ``dump_dir``: the folder for dumps. ``keep``: how many of the last steps are remembered. ``stall``: seconds without
     progress after which a dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; if there
     are some, write a dump and warn. ``check_every=n``: in every n-th attention call, compute ``check_rows`` rows chosen
-    by ``seed`` again densely, and raise :class:`flexcp.MismatchError` on all ranks if they differ (0: never). Give
-    every rank the same values.
+    by ``seed`` again densely, and raise :class:`flexcp.telemetry.sample.MismatchError` on all ranks if they differ
+    (0: never). Give every rank the same values.
     """
 
     def __init__(

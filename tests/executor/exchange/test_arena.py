@@ -160,7 +160,13 @@ def random_plans(ranks: int, count: int) -> list[Plan]:
     random = np.random.default_rng(ranks)
     strategies = ["ring", "blocks", "zigzag", "groups", "allgather", "blocks", "auto", "minheap", "blocks"]
     strategies[7:] = ["ulysses", "usp"] if ranks in (2, 4) else strategies[7:]
-    every = [flexcp.causal(), flexcp.full(), flexcp.window(20, 5), flexcp.lambda_(4, 9), flexcp.causal_blockwise(16, 1)]
+    every = [
+        flexcp.causal(),
+        flexcp.full(),
+        flexcp.window(20, 5),
+        flexcp.masks.lambda_(4, 9),
+        flexcp.masks.causal_blockwise(16, 1),
+    ]
     found = []
     for number in range(count):
         strategy = strategies[number % len(strategies)]

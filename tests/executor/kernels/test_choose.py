@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import flexcp
+from flexcp.executor.fastest_kernel import fastest_kernel
 from flexcp.executor.kernels import choose, reference
+from flexcp.executor.kernels.choose import choose_kernel
 
 BF16 = torch.bfloat16
 
@@ -61,14 +63,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_cpu_tensors_get_the_cpu_kernel() -> None:
-    choice = flexcp.choose_kernel("cpu", torch.float64, 80)
+    choice = choose_kernel("cpu", torch.float64, 80)
     assert choice.kernel == "cpu"
     assert str(choice) == "cpu: the tensors are on the CPU"
 
 
 def test_other_devices_get_plain_torch() -> None:
-    assert flexcp.choose_kernel("xpu", BF16, 64).kernel == "cpu"
-    assert "xpu" in flexcp.choose_kernel("xpu", BF16, 64).reason
+    assert choose_kernel("xpu", BF16, 64).kernel == "cpu"
+    assert "xpu" in choose_kernel("xpu", BF16, 64).reason
 
 
 @pytest.mark.parametrize(
@@ -85,30 +87,30 @@ def test_the_best_kernel_that_can_is_chosen(
     machine: Any, capability: tuple[int, int], sizes: tuple[int, ...], kernel: str, reason: str
 ) -> None:
     machine(capability)
-    choice = flexcp.choose_kernel("cuda:0", BF16, *sizes)
+    choice = choose_kernel("cuda:0", BF16, *sizes)
     assert choice.kernel == kernel
     assert reason in choice.reason
 
 
 def test_with_the_fa4_extra_the_choice_is_the_kernel_that_has_both(machine: Any) -> None:
     machine((9, 0), fa4=limited((128,), only=9))
-    assert flexcp.choose_kernel("cuda", BF16, 128).kernel == "fa4"
-    assert flexcp.choose_kernel("cuda", BF16, 64).kernel == "hopper"
+    assert choose_kernel("cuda", BF16, 128).kernel == "fa4"
+    assert choose_kernel("cuda", BF16, 64).kernel == "hopper"
     machine((9, 0), fa4=ImportError("No module named 'flash_attn'"))
     with pytest.raises(NotImplementedError, match=r"'flash_attn'.*pip install flexcp\[fa4\]"):
-        flexcp.choose_kernel("cuda", BF16, 128, kernel="fa4")
+        choose_kernel("cuda", BF16, 128, kernel="fa4")
 
 
 def test_without_the_cute_extra_the_choice_is_the_hopper_kernel(machine: Any) -> None:
     machine((9, 0), cute=ImportError("No module named 'cutlass'"))
-    choice = flexcp.choose_kernel("cuda", BF16, 128)
+    choice = choose_kernel("cuda", BF16, 128)
     assert choice.kernel == "hopper"
     assert "No module named 'cutlass'" in choice.reason and "pip install flexcp[cute]" in choice.reason
 
 
 def test_a_hopper_kernel_that_cannot_be_imported_is_passed_over(machine: Any) -> None:
     machine((9, 0), hopper=ImportError("no gluon"))
-    choice = flexcp.choose_kernel("cuda", BF16, 128)
+    choice = choose_kernel("cuda", BF16, 128)
     assert choice.kernel == "triton"
     assert "no gluon" in choice.reason
 
@@ -117,8 +119,8 @@ def test_an_unsupported_head_size_names_the_supported_ones(machine: Any) -> None
     machine((9, 0))
     for kernel in (None, "triton"):
         with pytest.raises(NotImplementedError, match=r"range\(8, 257, 8\); got 84 and 84"):
-            flexcp.choose_kernel("cuda", BF16, 84, kernel=kernel)
-    assert flexcp.choose_kernel("cuda", BF16, 84, kernel="cpu").kernel == "cpu"
+            choose_kernel("cuda", BF16, 84, kernel=kernel)
+    assert choose_kernel("cuda", BF16, 84, kernel="cpu").kernel == "cpu"
 
 
 @pytest.mark.parametrize("sizes", [(80, 80), (72, 128), (192, 128), (256, 256)])
@@ -126,32 +128,32 @@ def test_head_sizes_that_only_triton_has_run_on_hopper(machine: Any, sizes: tupl
     """By the kernels' own limits."""
     names = ("triton", "hopper")
     machine((9, 0), **{n: pytest.importorskip(f"flexcp.executor.kernels.{n}_kernel") for n in names})
-    choice = flexcp.choose_kernel("cuda", BF16, *sizes)
+    choice = choose_kernel("cuda", BF16, *sizes)
     why = f"the hopper kernel has head sizes 64, 128; got {sizes[0]} and {sizes[1]}"
     assert str(choice) == f"triton: sm90 runs Triton; not the hopper kernel: {why}"
     with pytest.raises(NotImplementedError) as refused:
-        flexcp.choose_kernel("cuda", BF16, *sizes, kernel="hopper")
+        choose_kernel("cuda", BF16, *sizes, kernel="hopper")
     assert str(refused.value) == f"kernel 'hopper' cannot run this: {why}. Without kernel= the triton kernel runs"
 
 
 def test_a_gpu_too_old_is_named_with_what_is_needed(machine: Any) -> None:
     machine((7, 5), triton=pytest.importorskip("flexcp.executor.kernels.triton.kernel"))
     with pytest.raises(NotImplementedError, match=r"8\.0 \(Ampere\).*sm75 has 7\.5.*kernel='cpu'"):
-        flexcp.choose_kernel("cuda", BF16, 64)
+        choose_kernel("cuda", BF16, 64)
 
 
 def test_missing_triton_is_named_with_the_way_out(machine: Any) -> None:
     machine((9, 0), installed=False)
     with pytest.raises(NotImplementedError, match=r"Triton is not installed \(pip install triton\).*kernel='cpu'"):
-        flexcp.choose_kernel("cuda", BF16, 64)
+        choose_kernel("cuda", BF16, 64)
 
 
 def test_cpu_tensors_for_a_gpu_kernel_are_refused(machine: Any) -> None:
     machine((9, 0))
     with pytest.raises(NotImplementedError, match=r"'triton'.*CUDA tensors.*cpu"):
-        flexcp.choose_kernel("cpu", BF16, 64, kernel="triton")
+        choose_kernel("cpu", BF16, 64, kernel="triton")
     with pytest.raises(NotImplementedError, match=r"'stock'.*CUDA tensors.*cpu"):
-        flexcp.choose_kernel("cpu", BF16, 64, kernel="stock")
+        choose_kernel("cpu", BF16, 64, kernel="stock")
 
 
 @pytest.mark.parametrize(
@@ -160,12 +162,12 @@ def test_cpu_tensors_for_a_gpu_kernel_are_refused(machine: Any) -> None:
 def test_stock_names_the_limits_of_flash_attention(machine: Any, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
     machine((9, 0))
     with pytest.raises(NotImplementedError, match=r"FlashAttention"):
-        flexcp.choose_kernel("cuda", dtype, *sizes, kernel="stock")
+        choose_kernel("cuda", dtype, *sizes, kernel="stock")
 
 
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'flash'.*cpu, reference, triton, hopper, cute, fa4, stock"):
-        flexcp.choose_kernel("cpu", BF16, 64, kernel="flash")
+        choose_kernel("cpu", BF16, 64, kernel="flash")
 
 
 def test_a_step_says_which_kernels_ran_and_why() -> None:
@@ -182,7 +184,7 @@ def test_the_fastest_kernel_is_measured_and_says_so(monkeypatch: pytest.MonkeyPa
     waits = []
     monkeypatch.setattr(reference, "backward", lambda *arguments: (waits.append(1), time.sleep(0.1)))
     slices = flexcp.causal().slices(40)
-    choice = flexcp.fastest_kernel("cpu", torch.float32, heads=4, kv_heads=2, head_dim=16, slices=slices, repeats=3)
+    choice = fastest_kernel("cpu", torch.float32, heads=4, kv_heads=2, head_dim=16, slices=slices, repeats=3)
     assert choice.kernel == "cpu"
     assert len(waits) == 4
     found = re.search(r"cpu ([\d.]+) \+ ([\d.]+) ms, reference ([\d.]+) \+ ([\d.]+) ms", choice.reason)

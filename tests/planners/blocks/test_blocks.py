@@ -30,9 +30,9 @@ LONGTAIL = [5787, 4139, 11299, 5632, 2449, 7864, 26774, 16834, 1968, 948, 2185, 
 LONGTAIL += [8392, 19058, 72]
 MASKS = {
     "causal": flexcp.causal(),
-    "lambda": flexcp.lambda_(),
-    "shared question": flexcp.shared_question(),
-    "causal blockwise": flexcp.causal_blockwise(),
+    "lambda": flexcp.masks.lambda_(),
+    "shared question": flexcp.masks.shared_question(),
+    "causal blockwise": flexcp.masks.causal_blockwise(),
     "window": flexcp.window(700, 50),
 }
 

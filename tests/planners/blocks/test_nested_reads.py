@@ -36,6 +36,6 @@ def test_packing_is_the_same_either_way(seed: int) -> None:
 def test_trees_are_known_and_other_documents_are_not() -> None:
     fan = flexcp.tree([-1] + [0] * 9, [5] * 10)
     window = flexcp.tree([-1] + [0] * 9, [5] * 10, left=3)
-    blocks = flexcp.causal_blockwise(block=5)
+    blocks = flexcp.masks.causal_blockwise(block=5)
     loads = make_row_loads(make_batch([50, 50, 50, 50], [fan, flexcp.causal(), window, blocks]), 1, 0, 5)
     assert loads.nested.tolist() == [2, 0, 0, 0]

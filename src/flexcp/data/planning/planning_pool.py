@@ -101,7 +101,7 @@ class _Worker:
         if what == "broken":
             raise PlanningError(
                 "a planner process cannot load the planner; make it of importable, picklable parts, or plan in the "
-                f"training process with workers=0:\n{text}"
+                f"training process with planning=Planning(workers=0):\n{text}"
             )
 
     def plan(self, job: Job) -> tuple[str, float, Any]:
@@ -255,7 +255,7 @@ def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"this planner cannot be sent to planner processes ({error}); make it of importable, picklable parts, or "
-            "use workers=0"
+            "use planning=Planning(workers=0)"
         ) from None
 
 

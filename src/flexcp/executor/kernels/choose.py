@@ -8,8 +8,9 @@
     any other device      cpu      plain torch runs anywhere
 
 ``stock`` and ``reference`` run only by ``kernel=``: ``stock`` is for GPUs on which torch's own kernels are faster
-(:func:`flexcp.fastest_kernel` measures that), ``reference`` is for tests. If no GPU kernel supports the tensors,
-:func:`choose_kernel` raises and says what they support; it never falls back silently to a slow kernel.
+(:func:`flexcp.executor.fastest_kernel.fastest_kernel` measures that), ``reference`` is for tests. If no GPU kernel
+supports the tensors, :func:`choose_kernel` raises and says what they support; it never falls back silently to a slow
+kernel.
 """
 
 from __future__ import annotations
