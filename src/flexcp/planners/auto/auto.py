@@ -20,6 +20,8 @@ is left can be faster than the fastest simulated one. That one is taken. A candi
 - **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are
   optimistic, the closed form with the least copies too, less what it may be too slow by over several nodes. It is left
   out for a static method of so many regions that events are found sooner.
+- **Variants.** Other settings of ``blocks`` are looked at only if its price, less what they may gain, is under the
+  fastest simulated time.
 - **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which
   are short and easily dealt, a candidate is looked at only when its price promises a gain of more than 1 /
   ``WORTH_TRYING``.
@@ -58,6 +60,8 @@ which know rings.
 """
 OVERPRICED_PERMILLE = 50
 """By how much the closed form may overestimate the time of a placement that spans nodes."""
+VARIANT_PERMILLE = 950
+"""What other settings of a candidate are believed to take at least of its price."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 MANY_DOCUMENTS = 65_536
@@ -138,8 +142,9 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Look at the candidate of the least price until no other can matter."""
+        numbered = list(enumerate(candidates))
         queue: list[tuple[int, int, int, Candidate | _Placed]] = [
-            (c.least_ns, i, 0, c) for i, c in enumerate(candidates)
+            (c.least_ns, i, 0, c) for i, c in numbered if not c.variant_of
         ]
         heapq.heapify(queue)
         while queue:
@@ -159,9 +164,12 @@ class _Search:
                     heapq.heappush(queue, (closer, order, 0, replace(item, least_ns=closer, closer_ns=None)))
                     continue
                 self.placed += 1
+                variants = [(i, c) for i, c in numbered if c.variant_of == item.name]
                 for found in self._place(item):
                     self.accepted += 1
                     heapq.heappush(queue, (self._least_ns(found), order, self.accepted, found))
+                    for entry in [(max(c.least_ns, variant_ns(found.ns)), i, 0, c) for i, c in variants]:
+                        heapq.heappush(queue, entry)
             else:
                 self._pass_over(price, item)
 
@@ -297,6 +305,11 @@ class _Search:
         sync = "no gradient sync" if training.sync == "none" else f"gradient sync ({training.sync})"
         tp = f" and all-reduces of tp {training.tp}" if training.tp > 1 else ""
         return f"{of} with vocabulary, {sync}{tp}"
+
+
+def variant_ns(price: int) -> int:
+    """Nanoseconds below which no other settings of a candidate of this price are expected."""
+    return price * VARIANT_PERMILLE // 1000
 
 
 def step_ns(plan: Plan, training: Training | None = None) -> int:

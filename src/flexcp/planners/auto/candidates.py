@@ -21,6 +21,7 @@ import numpy as np
 
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
+from flexcp.planners.blocks.blocks import searched_settings as settings_of_blocks
 from flexcp.planners.groups.groups import all_groupings, searched_settings
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
@@ -44,7 +45,8 @@ class Candidate:
     """A strategy with its argument; ``least_ns`` is what it takes at least,
     ``closer_ns()`` a dearer bound where there is one.
 
-    ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown.
+    ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown. ``variant_of`` is the candidate of
+    which this one has other settings, and whose price says whether it is worth a look.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Candidate:
     is_static: bool = False
     regions: int = 0
     transfers: int = 0
+    variant_of: str = ""
 
     @property
     def dealing(self) -> str:
@@ -94,9 +97,12 @@ def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
     free = request.layout is None
     rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
+    variants: dict[str, str] = {}
     if free and effort > LEAST_EFFORT:
         # Which team size and which settings are faster, events say better than a prediction.
         rows += [("groups", all_groupings, argument) for argument in searched_settings(request)]
+        variants = settings_of_blocks(request)
+        rows += [("blocks", blocks, argument) for argument in variants]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 
@@ -106,8 +112,13 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
         asked = replace(request, argument=argument)
         if name not in TOLERANT:
             asked = replace(asked, compute_tolerance=None, token_tolerance=None)
-        full_name = f"{name}:{argument}" if argument else name
-        yield Candidate(full_name, place, asked, perfect + perfect // NEARLY_PERFECT)
+        full_name = _full_name(name, argument)
+        other = _full_name("blocks", variants[argument]) if argument in variants else ""
+        yield Candidate(full_name, place, asked, perfect + perfect // NEARLY_PERFECT, variant_of=other)
+
+
+def _full_name(name: str, argument: str) -> str:
+    return f"{name}:{argument}" if argument else name
 
 
 def _perfect_ns(request: Request) -> int:

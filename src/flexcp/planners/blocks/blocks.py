@@ -12,13 +12,18 @@ for each other's keys and gradients in every layer, so what a rank saves in atte
 more of in the rest (predicted, balancing the sum of both takes up to 1.5 times as long). ``tokens="priced"`` balances
 that sum. Equal tokens are packed with a little room; then rows move on, with their work, until counts are even.
 
+*Settings.* ``blocks:team=8+attention=150+tokens=3``: the ranks of a team, and by how many per mille a rank may be over
+the mean of attention and of tokens where no tolerance is given. Where attention is a small part of the layer, a closer
+balance of it moves more than it saves. Which settings are fastest depends on mask, lengths and links: ``auto`` prices
+and simulates those of :func:`searched_settings`.
+
 With a fixed layout the tokens stay put and only work moves.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +41,7 @@ from flexcp.planners.blocks.pack import (
     place_node,
 )
 from flexcp.planners.blocks.row_limits import even, level_rows, level_work
-from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.planners.request import Refused, Request, refuse_over_cap
 from flexcp.planners.token_runs import (
     check_cap,
     check_tolerances,
@@ -49,9 +54,13 @@ from flexcp.planners.token_runs import (
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
-DEFAULT_TOLERANCE = 0.02
-DEFAULT_TOKEN_TOLERANCE = 0.01
 NODE_TOLERANCES = (0.008, 0.02)
+OF_TEAMS_PERMILLE = 300
+"""With larger teams than one rank, which split evenly what their node has, nodes are held to this part of what
+``attention`` allows a rank.
+"""
+FEW_DOCUMENTS, FEW_RANKS = 8192, 128
+"""Documents and ranks up to which settings are searched: with more of them each takes long."""
 RETRIED_NODES = range(3, 7)
 """Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs),
 with many it takes too long.
@@ -61,17 +70,45 @@ EQUAL_ROOM = 100
 """With equal tokens, packing may leave a rank this fraction (1/100) of its rows too many."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How closely rows are packed; see the module. Without a ``team`` every node takes the size that moves least."""
+
+    team: int | None = None
+    attention: int = 20
+    tokens: int = 10
+
+    def __str__(self) -> str:
+        return "+".join(f"{name}={value}" for name, value in asdict(self).items() if value is not None)
+
+
 def blocks(request: Request) -> Placement:
     """Place a batch by packing row ranges."""
-    if request.argument:
-        raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
     placement = pack_rows(request)
     check_tolerances(request, placement)
     return placement
 
 
+def searched_settings(request: Request) -> dict[str, str]:
+    """What ``auto`` asks for besides ``blocks`` by itself: arguments, each with the argument whose price says whether
+    it is worth a look. None where the user set limits, where tokens are fixed, or on one node, where little is to gain.
+    """
+    given = (request.layout, request.compute_tolerance, request.token_tolerance)
+    few = request.batch.documents <= FEW_DOCUMENTS and request.ranks <= FEW_RANKS
+    if request.cluster.nodes == 1 or not few or any(x is not None for x in given):
+        return {}
+    alone = str(Settings(1, 150, 10))
+    found = {alone: "", str(Settings(1, 150, 3)): alone}
+    *_, largest = _possible_teams(request)
+    if largest > 1:
+        split = str(Settings(largest, 150, 3))
+        found |= {split: "", str(Settings(largest, 20, 10)): split}
+    return found
+
+
 def pack_rows(request: Request) -> Placement:
     """The placement, before it is judged by the tolerances: what other planners may start from."""
+    _check_settings(request)
     refuse_over_cap(request)
     return _free(request) if request.layout is None else _fixed(request)
 
@@ -113,7 +150,7 @@ def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[
         tries = max(1, min(len(NODE_TOLERANCES), request.effort // nodes))
     best: tuple[int, list[Placed]] | None = None
     known: dict[tuple[int, bytes], Placed] = {}
-    for tolerance in NODE_TOLERANCES[:tries]:
+    for tolerance in _node_tolerances(request)[:tries]:
         placed = []
         for node, items in enumerate(_over_nodes(request, loads, limits, tolerance)):
             key = (node, items.tobytes())  # often the same with another tolerance
@@ -128,6 +165,14 @@ def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[
         found.work[:, 0] += node * size
         found.kept[:, 0] += node * size
     return np.concatenate([p.work for p in best[1]]), np.concatenate([p.kept for p in best[1]])
+
+
+def _node_tolerances(request: Request) -> tuple[float, ...]:
+    """Fractions over the mean to which nodes are held, to be tried in this order."""
+    settings = _settings(request)
+    if settings.team is None:
+        return NODE_TOLERANCES
+    return (settings.attention / 1000 * (OF_TEAMS_PERMILLE if settings.team > 1 else 1000) / 1000,)
 
 
 def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance: float) -> list[Ints]:
@@ -183,6 +228,12 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
+    """The team sizes to choose from."""
+    team = _settings(request).team
+    return _possible_teams(request) if team is None else [team]
+
+
+def _possible_teams(request: Request) -> list[int]:
     """Teams that both the KV heads and a node's ranks divide into;
     heads are split evenly, which suits equal ranks and keys by heads.
     """
@@ -190,6 +241,30 @@ def _team_sizes(request: Request) -> list[int]:
         return [1]
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
     return sorted({1, largest})
+
+
+def _settings(request: Request) -> Settings:
+    """The settings of the request's argument."""
+    parts = (part.partition("=") for part in request.argument.split("+") if part)
+    return Settings(**{name: int(value) for name, _, value in parts})
+
+
+def _check_settings(request: Request) -> None:
+    """Refuse an argument that is no settings, or a team that does not suit heads and nodes."""
+    example = "as in blocks:team=1+attention=150+tokens=3"
+    for part in filter(None, request.argument.split("+")):
+        name, _, value = part.partition("=")
+        if name not in Settings.__dataclass_fields__:
+            names = ", ".join(Settings.__dataclass_fields__)
+            raise ValueError(f"blocks takes no degree but {names}, {example}; got 'blocks:{request.argument}'")
+        if not value.isdecimal() or not 1 <= int(value) <= 1000:
+            raise ValueError(f"{name} is a whole number from 1 to 1000, {example}; got 'blocks:{request.argument}'")
+    team, possible = _settings(request).team, _possible_teams(request)
+    if team is not None and team not in possible:
+        raise Refused(
+            f"teams of {team} do not suit {request.shape.kv_heads} KV heads and nodes of "
+            f"{request.cluster.ranks_per_node} ranks; sizes that do: {possible}"
+        )
 
 
 def _fixed(request: Request) -> Placement:
@@ -255,7 +330,8 @@ def _row_price(request: Request) -> int:
 
 def _load_limits(request: Request, loads: RowLoads) -> tuple[Ints, Ints]:
     """(most load, load to aim for) of each rank, by its speed."""
-    tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
+    given = request.compute_tolerance
+    tolerance = _settings(request).attention / 1000 if given is None else given
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     whole, total = int(speeds.sum()), loads.total
     mean = [-(-total * int(s) // whole) for s in speeds]
@@ -283,7 +359,8 @@ def _row_limit(request: Request) -> Ints | None:
         # By speed, because it is the rest of the layer that tokens take time in.
         speeds = request.cluster.rank_speeds
         share = [-(-tokens * s // sum(speeds)) for s in speeds]
-        limits.append(np.array([n + int(n * DEFAULT_TOKEN_TOLERANCE) for n in share]))
+        tolerance = _settings(request).tokens / 1000
+        limits.append(np.array([n + int(n * tolerance) for n in share]))
     if request.max_tokens_per_rank is not None:
         cap = np.full(ranks, request.max_tokens_per_rank)
         # Slower ranks take more than their share where the cap leaves the fast ones no room.
