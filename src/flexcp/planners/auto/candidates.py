@@ -39,6 +39,9 @@ and judged by them.
 NEARLY_PERFECT = 128
 """How close to perfectly divided compute a dynamic planner is believed to come: within one part of so many."""
 
+BOUNDS_AT_ONCE = 4
+"""Static methods whose close bounds are found together."""
+
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
@@ -84,14 +87,30 @@ def _static(request: Request) -> Iterator[Candidate]:
     methods = static_methods(request)
     methods += dealt_by_load(methods, request)
     bounds = StaticBounds(request)
-    for method, bound in zip(methods, bounds.loose(methods), strict=True):
+    loose = bounds.loose(methods)
+    close = _CloseBounds(bounds, [methods[i] for i in sorted(range(len(methods)), key=loose.__getitem__)])
+    for method, bound in zip(methods, loose, strict=True):
         asked = replace(plain, argument=method.request_argument)
         size = method.regions(request.batch.documents), method.transfers(request.ranks)
-        yield Candidate(method.name, method.place, asked, bound, partial(_close_bound, bounds, method), True, *size)
+        yield Candidate(method.name, method.place, asked, bound, partial(close.of, method), True, *size)
 
 
-def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
-    return bounds.close([method])[0]
+class _CloseBounds:
+    """Close bounds of static methods, found for a few at a time, in the order in which they are asked for: most of the
+    time goes to NumPy calls, which are as many for one method as for several.
+    """
+
+    def __init__(self, bounds: StaticBounds, methods: list[StaticMethod]) -> None:
+        self.bounds = bounds
+        self.left = methods
+        self.found: dict[str, int] = {}
+
+    def of(self, method: StaticMethod) -> int:
+        """The bound of one method."""
+        while method.name not in self.found:
+            few, self.left = self.left[:BOUNDS_AT_ONCE], self.left[BOUNDS_AT_ONCE:]
+            self.found |= dict(zip((each.name for each in few), self.bounds.close(few), strict=True))
+        return self.found[method.name]
 
 
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
