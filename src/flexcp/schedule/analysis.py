@@ -122,7 +122,7 @@ def _staged(
         kept = passes[0].stages if keys_kept and backward else None
         times, peers = exchange_times(moves[backward], cluster, cost), find_peers(moves[backward])
         stages = choose_stages(placement, needs, work[backward], times, peers, cluster, kept)
-        if not keys_kept and not placement.assemble_own:
+        if cluster.nodes > 1 and not keys_kept and not placement.assemble_own:
             known = (cluster, cost, backward, rest_of_layer * (1 + backward))
             stages = under_contention(stages, needs, work[backward], times, peers, *known, may_be_thin)
             if of_nodes is not None and not well_hidden(stages, work[backward], known[-1]):

@@ -18,12 +18,16 @@ from numpy.typing import NDArray
 
 import flexcp
 from flexcp.arrays.totals import imbalance
+from flexcp.batch import make_batch
+from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
 from flexcp.planners.blocks import compiled_climb, compiled_even, compiled_node
+from flexcp.planners.blocks.blocks import blocks, searched_settings
 from flexcp.planners.blocks.compiled_shared import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
 from flexcp.planners.blocks.pack import BinLimits, make_row_loads, pack, place_node
-from flexcp.shape import Kind
+from flexcp.planners.request import Request
+from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
 LONGTAIL = [5787, 4139, 11299, 5632, 2449, 7864, 26774, 16834, 1968, 948, 2185, 5186, 239, 3698, 972, 1897, 2422, 3257]
@@ -278,3 +282,56 @@ def test_packing_balances_both() -> None:
     np.add.at(rows, found.bins, found.items[:, 2] - found.items[:, 1])
     assert rows.max() <= 8600 and rows.sum() == 65_536
     assert imbalance(rows) < 1.06
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def asked(argument: str = "", nodes: int = 2, **more: Any) -> Request:
+    where = flexcp.cluster("h100", nodes, 4)
+    return Request(make_batch(LONGTAIL, MASKS["lambda"]), Shape(8, 4, 64, 64), where, CostModel(), argument, **more)
+
+
+@pytest.mark.parametrize("team", [1, 4])
+@pytest.mark.parametrize(("attention", "tokens"), [(20, 10), (150, 3), (300, 100)])
+def test_settings_are_limits(team: int, attention: int, tokens: int) -> None:
+    placement = blocks(asked(f"team={team}+attention={attention}+tokens={tokens}"))
+    # What a rank has over a limit is less than the rows of one grain.
+    assert imbalance(placement.tokens) <= 1 + tokens / 1000 + 0.002
+    assert imbalance(placement.work(0)) <= 1 + attention / 1000 + 0.01
+    splits = {
+        h1 - h0 for h0, h1 in zip(placement.regions[0].h0.tolist(), placement.regions[0].h1.tolist(), strict=True)
+    }
+    assert splits <= {8, 8 // team}
+
+
+def test_looser_settings_move_less() -> None:
+    close, loose = (
+        flexcp.Planner(8, 4, 64, cluster=flexcp.cluster("h100", 2, 4), strategy=f"blocks:team=1+attention={each}")
+        for each in (1, 300)
+    )
+    moved = [planner(LONGTAIL, MASKS["lambda"]).bytes().sum() for planner in (close, loose)]
+    assert moved[1] < moved[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("2", "takes no degree but team, attention, tokens, as in blocks:team=1.*got 'blocks:2'"),
+        ("team=x", "team is a whole number from 1 to 1000.*got 'blocks:team=x'"),
+        ("attention=0", "attention is a whole number from 1 to 1000.*got 'blocks:attention=0'"),
+        ("team=3", r"teams of 3 do not suit 4 KV heads and nodes of 4 ranks; sizes that do: \[1, 4\]"),
+    ],
+)
+def test_settings_that_are_none_are_refused(argument: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks(asked(argument))
+
+
+def test_settings_are_searched_where_nobody_set_limits() -> None:
+    found = searched_settings(asked())
+    assert found and all(of in ("", *found) for of in found.values())
+    for argument in found:
+        blocks(asked(argument))
+    for other in (asked(nodes=1), asked(compute_tolerance=0.1), asked(token_tolerance=0.1)):
+        assert searched_settings(other) == {}

@@ -22,6 +22,8 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
 - **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
   prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate
   on several nodes. The closed form is skipped for static methods with so many regions that simulating them is faster.
+- **Variants.** Other settings of ``blocks`` are tried only if the price of ``blocks`` itself, less what they may gain,
+  is below the fastest simulated time.
 - **Many documents.** All steps take time in proportion to the number of documents. With more than ``MANY_DOCUMENTS``,
   most documents are short and easily distributed, and a candidate is tried only if its price promises a gain of more
   than 1 / ``WORTH_TRYING``.
@@ -62,6 +64,8 @@ simulator, which counts rings by position.
 """
 OVERPRICED_PERMILLE = 50
 """How much the closed form may overestimate the time of a placement on several nodes, per mille."""
+VARIANT_PERMILLE = 950
+"""The least time that other settings of a candidate are expected to take, per mille of its price."""
 LARGE = 400_000
 """Static methods with more transfers than this in the backward are not scheduled below ``HIGH_EFFORT``."""
 MANY_DOCUMENTS = 65_536
@@ -144,8 +148,9 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Place or simulate the candidate with the lowest price, until no other can win."""
+        numbered = list(enumerate(candidates))
         queue: list[tuple[int, int, int, Candidate | _Placed]] = [
-            (c.least_ns, i, 0, c) for i, c in enumerate(candidates)
+            (c.least_ns, i, 0, c) for i, c in numbered if not c.variant_of
         ]
         heapq.heapify(queue)
         while queue:
@@ -165,9 +170,12 @@ class _Search:
                     heapq.heappush(queue, (closer, order, 0, replace(item, least_ns=closer, closer_ns=None)))
                     continue
                 self.placed += 1
+                variants = [(i, c) for i, c in numbered if c.variant_of == item.name]
                 for found in self._place(item):
                     self.accepted += 1
                     heapq.heappush(queue, (self._least_ns(found), order, self.accepted, found))
+                    for entry in [(max(c.least_ns, variant_ns(found.ns)), i, 0, c) for i, c in variants]:
+                        heapq.heappush(queue, entry)
             else:
                 self._pass_over(price, item)
 
@@ -310,6 +318,11 @@ class _Search:
         sync = "no gradient sync" if training.sync == "none" else f"gradient sync ({training.sync})"
         tp = f" and all-reduces of tp {training.tp}" if training.tp > 1 else ""
         return f"{of} with vocabulary, {sync}{tp}"
+
+
+def variant_ns(price: int) -> int:
+    """Return the least time in nanoseconds that other settings of a candidate with this price are expected to take."""
+    return price * VARIANT_PERMILLE // 1000
 
 
 def step_ns(plan: Plan, training: Training | None = None) -> int:

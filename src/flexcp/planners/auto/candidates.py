@@ -21,6 +21,7 @@ import numpy as np
 
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
+from flexcp.planners.blocks.blocks import searched_settings as settings_of_blocks
 from flexcp.planners.groups.groups import all_groupings, searched_settings
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
@@ -42,13 +43,17 @@ NEARLY_PERFECT = 128
 compute.
 """
 
+BOUNDS_AT_ONCE = 4
+"""Static methods whose close bounds are found together."""
+
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A strategy with its argument.
 
     ``least_ns`` is a lower bound on its time, ``closer_ns()`` a closer one that takes longer to compute, if there is
-    one. ``regions`` and ``transfers`` are about how many its plan has, 0 if unknown.
+    one. ``regions`` and ``transfers`` are about how many its plan has, 0 if unknown. ``variant_of`` names the
+    candidate of which this one has other settings, and whose price says whether it is worth trying.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Candidate:
     is_static: bool = False
     regions: int = 0
     transfers: int = 0
+    variant_of: str = ""
 
     @property
     def dealing(self) -> str:
@@ -86,24 +92,42 @@ def _static(request: Request) -> Iterator[Candidate]:
     methods = static_methods(request)
     methods += dealt_by_load(methods, request)
     bounds = StaticBounds(request)
-    for method, bound in zip(methods, bounds.loose(methods), strict=True):
+    loose = bounds.loose(methods)
+    close = _CloseBounds(bounds, [methods[i] for i in sorted(range(len(methods)), key=loose.__getitem__)])
+    for method, bound in zip(methods, loose, strict=True):
         asked = replace(plain, argument=method.request_argument)
         size = method.regions(request.batch.documents), method.transfers(request.ranks)
-        yield Candidate(method.name, method.place, asked, bound, partial(_close_bound, bounds, method), True, *size)
+        yield Candidate(method.name, method.place, asked, bound, partial(close.of, method), True, *size)
 
 
-def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
-    """Return the closer bound of one method."""
-    return bounds.close([method])[0]
+class _CloseBounds:
+    """The closer bounds of static methods, computed for a few methods at a time in a given order: most of the time goes
+    to NumPy calls, whose number does not depend on the number of methods.
+    """
+
+    def __init__(self, bounds: StaticBounds, methods: list[StaticMethod]) -> None:
+        self.bounds = bounds
+        self.left = methods
+        self.found: dict[str, int] = {}
+
+    def of(self, method: StaticMethod) -> int:
+        """Return the closer bound of one method."""
+        while method.name not in self.found:
+            few, self.left = self.left[:BOUNDS_AT_ONCE], self.left[BOUNDS_AT_ONCE:]
+            self.found |= dict(zip((each.name for each in few), self.bounds.close(few), strict=True))
+        return self.found[method.name]
 
 
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
     """Yield the dynamic planners as candidates."""
     free = request.layout is None
     rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
+    variants: dict[str, str] = {}
     if free and effort > LEAST_EFFORT:
         # All settings are candidates, because the event simulator compares them better than the closed form.
         rows += [("groups", all_groupings, argument) for argument in searched_settings(request)]
+        variants = settings_of_blocks(request)
+        rows += [("blocks", blocks, argument) for argument in variants]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 
@@ -113,8 +137,13 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
         asked = replace(request, argument=argument)
         if name not in TOLERANT:
             asked = replace(asked, compute_tolerance=None, token_tolerance=None)
-        full_name = f"{name}:{argument}" if argument else name
-        yield Candidate(full_name, place, asked, perfect + perfect // NEARLY_PERFECT)
+        full_name = _full_name(name, argument)
+        other = _full_name("blocks", variants[argument]) if argument in variants else ""
+        yield Candidate(full_name, place, asked, perfect + perfect // NEARLY_PERFECT, variant_of=other)
+
+
+def _full_name(name: str, argument: str) -> str:
+    return f"{name}:{argument}" if argument else name
 
 
 def _perfect_ns(request: Request) -> int:

@@ -13,13 +13,18 @@ cannot make up for more tokens (in predictions, balancing the sum takes up to 1.
 balances the sum. For equal tokens, rows are packed with a little room; then rows move, with their work, until the
 numbers are even.
 
+*Settings.* ``blocks:team=8+attention=150+tokens=3`` sets the number of ranks in a team, and how far a rank may be above
+the mean attention and the mean number of tokens, per mille, if no tolerance is given. If attention is a small part of
+the layer, balancing it more closely costs more transfers than it saves. Which settings are fastest depends on mask,
+lengths and links: ``auto`` prices and simulates those of :func:`searched_settings`.
+
 With a fixed layout the tokens stay where they are and only work moves.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +42,7 @@ from flexcp.planners.blocks.pack import (
     place_node,
 )
 from flexcp.planners.blocks.row_limits import even, level_rows, level_work
-from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.planners.request import Refused, Request, refuse_over_cap
 from flexcp.planners.token_runs import (
     check_cap,
     check_tolerances,
@@ -50,12 +55,14 @@ from flexcp.planners.token_runs import (
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
-DEFAULT_TOLERANCE = 0.02
-"""How far above the mean load a rank may be, unless the request says."""
-DEFAULT_TOKEN_TOLERANCE = 0.01
-"""How far above its share of tokens a rank may be, unless the request says."""
 NODE_TOLERANCES = (0.008, 0.02)
 """How far above the mean load a node may be: the tolerances that are tried."""
+OF_TEAMS_PERMILLE = 300
+"""How far above the mean load a node may be if teams have more than one rank, per mille of what ``attention`` allows a
+rank. Such teams split the load of their node evenly.
+"""
+FEW_DOCUMENTS, FEW_RANKS = 8192, 128
+"""The most documents and ranks for which ``auto`` tries settings: with more, each takes too long."""
 RETRIED_NODES = range(3, 7)
 """The numbers of nodes with which a second tolerance is tried unless an effort is given. With two nodes this saves only
 1 % (on packed web documents), with many it takes too long.
@@ -66,17 +73,48 @@ EQUAL_ROOM = 100
 """With equal tokens, packing may leave a rank with 1/100 of its rows too many."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How closely rows are packed (see the module). Without a ``team``, each node takes the team size that moves the
+    fewest bytes.
+    """
+
+    team: int | None = None
+    attention: int = 20
+    tokens: int = 10
+
+    def __str__(self) -> str:
+        return "+".join(f"{name}={value}" for name, value in asdict(self).items() if value is not None)
+
+
 def blocks(request: Request) -> Placement:
     """Place a batch by packing row ranges; raise Refused if the placement does not keep the tolerances."""
-    if request.argument:
-        raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
     placement = pack_rows(request)
     check_tolerances(request, placement)
     return placement
 
 
+def searched_settings(request: Request) -> dict[str, str]:
+    """Return the settings that ``auto`` tries besides ``blocks`` itself, as arguments, each with the argument whose
+    price says whether it is worth trying. Empty if the user set limits, if tokens are fixed, or on one node, where there is
+    little to gain.
+    """
+    given = (request.layout, request.compute_tolerance, request.token_tolerance)
+    few = request.batch.documents <= FEW_DOCUMENTS and request.ranks <= FEW_RANKS
+    if request.cluster.nodes == 1 or not few or any(x is not None for x in given):
+        return {}
+    alone = str(Settings(1, 150, 10))
+    found = {alone: "", str(Settings(1, 150, 3)): alone}
+    *_, largest = _possible_teams(request)
+    if largest > 1:
+        split = str(Settings(largest, 150, 3))
+        found |= {split: "", str(Settings(largest, 20, 10)): split}
+    return found
+
+
 def pack_rows(request: Request) -> Placement:
     """Return the placement without checking the tolerances, for other planners to start from."""
+    _check_settings(request)
     refuse_over_cap(request)
     return _free(request) if request.layout is None else _fixed(request)
 
@@ -122,7 +160,7 @@ def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[
         tries = max(1, min(len(NODE_TOLERANCES), request.effort // nodes))
     best: tuple[int, list[Placed]] | None = None
     known: dict[tuple[int, bytes], Placed] = {}
-    for tolerance in NODE_TOLERANCES[:tries]:
+    for tolerance in _node_tolerances(request)[:tries]:
         placed = []
         for node, items in enumerate(_over_nodes(request, loads, limits, tolerance)):
             key = (node, items.tobytes())  # other tolerances often give the same items
@@ -137,6 +175,14 @@ def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[
         found.work[:, 0] += node * size
         found.kept[:, 0] += node * size
     return np.concatenate([p.work for p in best[1]]), np.concatenate([p.kept for p in best[1]])
+
+
+def _node_tolerances(request: Request) -> tuple[float, ...]:
+    """Return how far above the mean load nodes may be, as fractions to be tried in this order."""
+    settings = _settings(request)
+    if settings.team is None:
+        return NODE_TOLERANCES
+    return (settings.attention / 1000 * (OF_TEAMS_PERMILLE if settings.team > 1 else 1000) / 1000,)
 
 
 def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance: float) -> list[Ints]:
@@ -194,15 +240,46 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Return the team sizes to try: 1 and the largest that divides both the KV heads and the ranks of a node.
+    """Return the team sizes to try: the one of the settings, or all that are possible."""
+    team = _settings(request).team
+    return _possible_teams(request) if team is None else [team]
 
-    Heads are split evenly, so only 1 is tried if ranks have different speeds, or if latents travel, which have no
+
+def _possible_teams(request: Request) -> list[int]:
+    """Return the team sizes that are possible: 1 and the largest that divides both the KV heads and the ranks of a
+    node.
+
+    Heads are split evenly, so only 1 is possible if ranks have different speeds, or if latents travel, which have no
     heads.
     """
     if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
         return [1]
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
     return sorted({1, largest})
+
+
+def _settings(request: Request) -> Settings:
+    """Return the settings of the request's argument."""
+    parts = (part.partition("=") for part in request.argument.split("+") if part)
+    return Settings(**{name: int(value) for name, _, value in parts})
+
+
+def _check_settings(request: Request) -> None:
+    """Raise ValueError for an argument that is not settings, Refused for a team that does not suit heads and nodes."""
+    example = "as in blocks:team=1+attention=150+tokens=3"
+    for part in filter(None, request.argument.split("+")):
+        name, _, value = part.partition("=")
+        if name not in Settings.__dataclass_fields__:
+            names = ", ".join(Settings.__dataclass_fields__)
+            raise ValueError(f"blocks takes no degree but {names}, {example}; got 'blocks:{request.argument}'")
+        if not value.isdecimal() or not 1 <= int(value) <= 1000:
+            raise ValueError(f"{name} is a whole number from 1 to 1000, {example}; got 'blocks:{request.argument}'")
+    team, possible = _settings(request).team, _possible_teams(request)
+    if team is not None and team not in possible:
+        raise Refused(
+            f"teams of {team} do not suit {request.shape.kv_heads} KV heads and nodes of "
+            f"{request.cluster.ranks_per_node} ranks; sizes that do: {possible}"
+        )
 
 
 def _fixed(request: Request) -> Placement:
@@ -274,7 +351,8 @@ def _row_price(request: Request) -> int:
 
 def _load_limits(request: Request, loads: RowLoads) -> tuple[Ints, Ints]:
     """Return (largest load, load to aim for) of each rank, in proportion to its speed."""
-    tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
+    given = request.compute_tolerance
+    tolerance = _settings(request).attention / 1000 if given is None else given
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     whole, total = int(speeds.sum()), loads.total
     mean = [-(-total * int(s) // whole) for s in speeds]
@@ -302,7 +380,8 @@ def _row_limit(request: Request) -> Ints | None:
         # In proportion to speeds, because tokens cost time in the rest of the layer.
         speeds = request.cluster.rank_speeds
         share = [-(-tokens * s // sum(speeds)) for s in speeds]
-        limits.append(np.array([n + int(n * DEFAULT_TOKEN_TOLERANCE) for n in share]))
+        tolerance = _settings(request).tokens / 1000
+        limits.append(np.array([n + int(n * tolerance) for n in share]))
     if request.max_tokens_per_rank is not None:
         cap = np.full(ranks, request.max_tokens_per_rank)
         # If limits by speed do not have room for all tokens under the cap, only the cap counts.

@@ -122,7 +122,12 @@ def _settings(request: Request) -> list[Settings]:
     slacks = (int(given["slack"]),) if "slack" in given else _slacks(request)
     longs = (given["long"],) if "long" in given else WORDS["long"]
     split = given.get("split", Settings.split)
-    return [Settings(*each, split) for each in product(teams, slacks, longs)]
+    # Where all ranks are one team nothing is dealt to units.
+    return [
+        Settings(*each, split)
+        for each in product(teams, slacks, longs)
+        if each[0] < request.ranks or each[2] == longs[0]
+    ]
 
 
 def _slacks(request: Request) -> tuple[int, ...]:
