@@ -29,6 +29,29 @@ def test_changed_files_are_read_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        ("trees", "[4, 2, 3]", f"[4, {10**4000}, 3]"),
+        ("trees", "[-1, 0, 0]", f"[{10**4000}, 0, 0]"),
+        ("trees", '"ends": [1, 2]', f'"ends": [1, {10**4000}]'),
+        ("dump", '"plan": "', '"plan": "\\ud800'),
+        ("fuzz case", '"seed"', f'"{"x" * 3000}"'),
+        ("documents", '"input_ids"', f'"{"x" * 3000}"'),
+        ("documents", "9}", f"{'9' * 3000}.5}}"),
+        ("lengths as JSON", '"length"', f'"{"x" * 3000}"'),
+    ],
+)
+def test_what_the_fuzzer_found_is_refused_in_a_short_line(kind: str, old: str, new: str, tmp_path: Path) -> None:
+    (reader,) = (one for one in readers(tmp_path) if one.kind == kind)
+    path, good = tmp_path / f"changed{reader.suffix}", reader.good.decode()
+    assert old in good
+    path.write_text(good.replace(old, new, 1))
+    with pytest.raises(ValueError, match=path.name) as refusal:
+        reader.read(path)
+    assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"epoch": None},

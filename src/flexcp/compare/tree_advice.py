@@ -87,7 +87,7 @@ def read_trees(path: Path) -> list[Mask] | None:
         return None
     found = []
     for place, line in records:
-        record = json_line(line, place)
+        record = json_line(line, place, checked=True)
         if not isinstance(record, dict) or not {"parents", "lengths"} <= record.keys():
             raise ValueError(f"{place} is no tree: it holds {line[:60]}, not 'parents' and 'lengths'")
         try:

@@ -16,7 +16,7 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.fuzz.mask_words import Words, rule_of
 from flexcp.io.atomic_files import write_whole
 from flexcp.io.json_files import read_json
-from flexcp.io.plain_values import integer, items, mapping, text
+from flexcp.io.plain_values import integer, items, mapping, shown, text
 from flexcp.masks import Mask
 from flexcp.planner import Planner
 from flexcp.version import __version__
@@ -121,7 +121,7 @@ def read_case(path: Path) -> Case:
             raise ValueError(f"format must be {FORMAT!r}")
         return _case(mapping(whole.get("case"), "case"))
     except (ValueError, TypeError, KeyError) as error:
-        words = error.args[0] if isinstance(error, ValueError) else repr(error)
+        words = error.args[0] if isinstance(error, ValueError) else shown(error, 200)
         raise ValueError(f"{path} is no case of flexcp fuzz: {words}") from None
 
 

@@ -32,12 +32,15 @@ def read_json(path: Path | str, what: str, hint: str) -> Any:
         raise ValueError(f"{path} is no {what}: {complaint(error)}; {hint}") from None
 
 
-def json_line(line: str, where: str) -> Any:
+def json_line(line: str, where: str, checked: bool = False) -> Any:
     """Return the value of a JSON text, such as one line of a file; a ValueError says ``where`` the text is from.
 
-    Numbers are not checked, because most fields are not used.
+    Numbers that no reader can use are refused only if they are ``checked``, because most files have fields that are not
+    used.
     """
     try:
+        if checked:
+            return json.loads(line, parse_int=_integer, parse_float=_number, parse_constant=_constant)
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON: {complaint(error)}") from None

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import socket
@@ -23,7 +22,7 @@ from typing import Any
 from flexcp.io.atomic_files import write_whole
 from flexcp.io.json_files import read_json
 from flexcp.io.plain_values import shown
-from flexcp.plan.file import PlanFormatError, load_plan, save_plan, version_1_hash
+from flexcp.plan.file import load_plan, save_plan, version_1_hash
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.records import PassRecord, StepRecord
 
@@ -164,7 +163,7 @@ def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
     number = _integer(step["number"])
     try:
         plan = load_plan(base64.b64decode(step["plan"], validate=True))
-    except (PlanFormatError, binascii.Error) as error:
+    except ValueError as error:  # of the plan, or of text that is not base64
         raise ValueError(f"{path}: the plan of step {number} cannot be read: {error}") from None
     if step["hash"] not in (plan.hash, version_1_hash(plan)):  # old dumps hold plans of version 1 with their own hash
         raise ValueError(
