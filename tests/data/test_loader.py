@@ -461,6 +461,7 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"budget": None}, "budget is a whole number of tokens; got None"),
         ({"budget": 1e3}, "budget is a whole number of tokens; got 1000.0"),
         ({"max_length": 9.5}, "max_length is a whole number of tokens; got 9.5"),
+        ({"max_length": 0}, "budget and max_length must be at least 1; got 150 and 0"),
         ({"group": "cp"}, r"group= is a ProcessGroup or .*, or 'alone' for one rank's own batches; got 'cp'"),
         ({"group": 3}, "the Loader takes a ProcessGroup or a 1-D DeviceMesh axis"),
         ({"mask_fn": lambda s: "causal"}, "mask_fn must return a mask"),

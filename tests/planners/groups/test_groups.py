@@ -39,7 +39,7 @@ from flexcp.planners.groups.compiled_dealing import (
     needed_bins,
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
-from flexcp.planners.groups.groups import all_groupings, groups, team_sizes
+from flexcp.planners.groups.groups import FEW_RANKS, SLACKS, all_groupings, groups, searched_settings, team_sizes
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -479,3 +479,23 @@ def test_teams_are_one_rank_those_with_keys_of_their_own_and_the_largest() -> No
         (12, 6, 4, [1, 2]),
     ):
         assert team_sizes(asked([100], cluster("h100", 1, ranks), shape=Shape(heads, kv_heads, 64, 64))) == sizes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lengths", "alone"),
+    [(2, [2048] * 32, True), (2, [2048] * 8 + [16_384], False), (1, [2048] * 32, False)],
+    ids=["many short documents", "a long one", "one node"],
+)
+def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
+    nodes: int, lengths: list[int], alone: bool
+) -> None:
+    request = asked(lengths, cluster("h100", nodes, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
+    assert team_sizes(request) == [8]
+    assert searched_settings(request) == ["team=8", *([f"team=1+slack={SLACKS[0]}"] if alone else [])]
+
+
+def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> None:
+    """Documents of equal load, as many as ranks / FEW_RANKS, are the fewest for which one rank is tried."""
+    for documents, alone in ((16 // FEW_RANKS, True), (16 // FEW_RANKS - 1, False)):
+        request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
+        assert (len(searched_settings(request)) == 2) == alone
