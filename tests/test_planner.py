@@ -47,7 +47,7 @@ def planner(ranks: int = 4, heads: int = 8, kv_heads: int | None = 4, **options:
 
 @cache
 def golden_plans() -> dict[str, Plan]:
-    """Plans whose hashes are fixed: between them every strategy, several masks, layouts, limits, dtypes and clusters."""
+    """Plans whose hashes are fixed: among them every strategy, several masks, layouts, limits, dtypes and clusters."""
     two_nodes = flexcp.cluster("h200", 2, 4)
     uneven = flexcp.cluster("a100", 2, 4, [1.0, 1.0, 0.5, 1.0, 1.0, 0.9, 1.0, 1.0])
     scattered = [list(range(rank, sum(LENGTHS), 8)) for rank in range(8)]

@@ -6,9 +6,9 @@ so that a survivor reads as a diff. Docstrings, messages, types, logging and dec
 test should depend on them.
 
 Two more kinds of places are not changed. The two arguments of a symmetric function (:data:`SYMMETRIC`), and the two
-axes of a tensor's ``transpose``, are not exchanged: the result is the same by the function's definition. Statements that
-ask whether a device is a GPU, and those that run only on one (inside ``if device.type == "cuda"``), are checked by
-``benchmarks/gpu.py`` on a GPU machine; no test of this checkout runs them.
+axes of a tensor's ``transpose``, are not exchanged: the result is the same by the function's definition. Statements
+that ask whether a device is a GPU, and those that run only on one (inside ``if device.type == "cuda"``), are checked
+by ``benchmarks/gpu.py`` on a GPU machine; no test of this checkout runs them.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_time_is_the_cost_models() -> None:
 
 
 def test_a_region_pays_for_its_row_tiles_once_where_it_sees_nothing_or_only_other_ranks_keys() -> None:
-    """Of three regions of rank 1: one sees no key, one keys of its own and of others, one keys of others in two hops."""
+    """Of three regions of rank 1: one sees no key, one its own and other keys, one keys of others in two hops."""
     plan = flexcp.Planner(8, 8, 64, cluster=flexcp.cluster("h100", 1, 2), strategy="zigzag")([2048])
     cost = replace(plan.cost, row_tile_pairs=1000)
     rows = {"q0": 0, "q1": np.array([1, 128, 129]), "k0": 0, "k1": 2048, "document": 0, "rank": 1}

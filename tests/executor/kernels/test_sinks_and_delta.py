@@ -1,5 +1,5 @@
-"""Proves what attention does to rows at their ends: sinks and delta against dense attention under torch's autograd, rows
-that see no key, and the gradient of a sink where its terms cancel.
+"""Proves what attention does to rows at their ends: sinks and delta against dense attention under torch's autograd,
+rows that see no key, and the gradient of a sink where its terms cancel.
 """
 
 from __future__ import annotations
