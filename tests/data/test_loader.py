@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flexcp
 from flexcp.data import Batches, Loader, Planning, PlanningError, Samples
+from flexcp.data.loader import may_differ
 from flexcp.data.order import count_batches, epoch_order
 from flexcp.measure.ranks import RankError, RankPool
 
@@ -270,6 +271,12 @@ def test_a_loader_that_is_closed_ends_its_planner_processes(monkeypatch: pytest.
     assert closed == ["plans"]
     with pytest.raises(RuntimeError, match="this loader is closed"):
         next(iter(loader))
+
+
+def test_plans_that_may_differ_are_of_the_strategies_with_a_partitioner() -> None:
+    assert [may_differ(name) for name in ("hypergraph", "dcp:256", "blocks", "zigzag:4", "auto", "")] == [True] * 2 + [
+        False
+    ] * 4
 
 
 def test_a_document_without_tokens_is_named() -> None:
