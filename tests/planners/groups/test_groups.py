@@ -39,7 +39,16 @@ from flexcp.planners.groups.compiled_dealing import (
     needed_bins,
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
-from flexcp.planners.groups.groups import FEW_RANKS, SLACKS, all_groupings, groups, searched_settings, team_sizes
+from flexcp.planners.groups.groups import (
+    FEW_RANKS,
+    SLACKS,
+    _joined,
+    all_groupings,
+    groups,
+    searched_settings,
+    team_sizes,
+)
+from flexcp.planners.groups.rows import Pieces
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -479,6 +488,14 @@ def test_teams_are_one_rank_those_with_keys_of_their_own_and_the_largest() -> No
         (12, 6, 4, [1, 2]),
     ):
         assert team_sizes(asked([100], cluster("h100", 1, ranks), shape=Shape(heads, kv_heads, 64, 64))) == sizes
+
+
+def test_neighbouring_pieces_of_a_document_on_the_same_ranks_are_one() -> None:
+    """Pieces (first rank, ranks, document, from, to); the third to sixth each differ in one thing from the last."""
+    pieces = [(0, 1, 0, 0, 10), (0, 1, 0, 10, 20), (0, 1, 0, 25, 30), (1, 1, 0, 30, 40), (1, 2, 0, 40, 50)]
+    pieces += [(1, 2, 1, 50, 60), (1, 2, 1, 60, 70)]
+    found = _joined(Pieces(*np.array(pieces).T)).matrix().T.tolist()
+    assert found == [[0, 1, 0, 0, 20], *map(list, pieces[2:5]), [1, 2, 1, 50, 70]]
 
 
 @pytest.mark.parametrize(
