@@ -24,6 +24,8 @@ import flexcp
 from flexcp.data import Batches, Loader, Planning, PlanningError, Samples
 from flexcp.data.loader import may_differ
 from flexcp.data.order import count_batches, epoch_order
+from flexcp.data.planning.plan_orders import RecipeWish
+from flexcp.data.planning.planning_pool import Pool
 from flexcp.measure.ranks import RankError, RankPool
 
 BUDGET = 150
@@ -264,6 +266,20 @@ def test_as_many_steps_are_ahead_as_asked_for_and_at_least_one(lookahead: int) -
     assert len(asked) == 8
 
 
+def test_processes_plan_only_where_there_is_a_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def pool(planner: Any, workers: int, patience: float, stats: Any, wish: RecipeWish) -> Pool:
+        made.append((workers, patience, wish))
+        return Pool(planner, 0, patience, stats, wish)
+
+    monkeypatch.setattr("flexcp.data.loader.Pool", pool)
+    for lookahead, workers in ((0, 3), (2, 3), (2, 0)):
+        data = Numbered([9], known=True)
+        Loader(data, planner(1), budget=60, lookahead=lookahead, workers=workers, patience=7.0).close()
+    assert made == [(workers, 7.0, RecipeWish(0, "fields")) for workers in (0, 3, 0)]
+
+
 def test_a_loader_that_is_closed_ends_its_planner_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     with Loader(Numbered([9], known=True), planner(1), budget=60, planning=Planning(workers=0)) as loader:
@@ -400,6 +416,15 @@ def test_spans_of_images_are_masks_and_a_field(known: bool) -> None:
             size = torch.tensor(LENGTHS)[number]
             inside = (size > 8) & (b.positions >= size // 3) & (b.positions < size // 2)
             assert torch.equal(b.fields["images"], torch.where(inside, 0, -1))
+
+
+def test_pads_are_in_no_image_and_have_the_token_and_label_of_pads() -> None:
+    options = {"plan_options": {"tokens": "equal", "pad_to": 64}, "pad_token": 7, "ignore": -5, "document_fields": []}
+    [b] = local(Numbered([9, 12], known=False), spans="images", **options)
+    pads = b.documents == -1
+    assert int(pads.sum()) == 64 - 21
+    assert set(b.fields["images"][pads].tolist()) == {-1} and set(b.tokens[pads].tolist()) == {7}
+    assert set(b.labels[pads].tolist()) == {-5} and set(b.positions[pads].tolist()) == {0}
 
 
 def test_an_explicit_mask_is_cut_with_its_document() -> None:
