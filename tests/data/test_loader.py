@@ -276,7 +276,8 @@ def test_processes_plan_only_where_there_is_a_look_ahead(monkeypatch: pytest.Mon
     monkeypatch.setattr("flexcp.data.loader.Pool", pool)
     for lookahead, workers in ((0, 3), (2, 3), (2, 0)):
         data = Numbered([9], known=True)
-        Loader(data, planner(1), budget=60, lookahead=lookahead, workers=workers, patience=7.0).close()
+        options = arguments(budget=60, lookahead=lookahead, workers=workers, patience=7.0)
+        Loader(data, planner(1), **options).close()
     assert made == [(workers, 7.0, RecipeWish(0, "fields")) for workers in (0, 3, 0)]
 
 
