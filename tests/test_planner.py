@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,12 @@ def planner(ranks: int = 4, heads: int = 8, kv_heads: int | None = 4, **options:
 # --- golden hashes ----------------------------------------------------------------------------------------------------
 
 
+@cache
 def golden_plans() -> dict[str, Plan]:
-    """Plans whose hashes are fixed: between them every strategy, several masks, layouts, dtypes and clusters."""
+    """Plans whose hashes are fixed: among them every strategy, several masks, layouts, limits, dtypes and clusters."""
     two_nodes = flexcp.cluster("h200", 2, 4)
+    uneven = flexcp.cluster("a100", 2, 4, [1.0, 1.0, 0.5, 1.0, 1.0, 0.9, 1.0, 1.0])
+    scattered = [list(range(rank, sum(LENGTHS), 8)) for rank in range(8)]
     slices = [flexcp.from_slices(n, [(n // 3, n, 0, n // 2, None, -1)]) for n in LENGTHS]
     window_and_full = {"window": (flexcp.window(100, 0), 3), "full": (flexcp.causal(), 1)}
     return {
@@ -73,6 +77,26 @@ def golden_plans() -> dict[str, Plan]:
         "fcp, two nodes, contiguous": planner(cluster=two_nodes, strategy="fcp:64")(LENGTHS, layout="contiguous"),
         "minheap": planner(4, strategy="minheap:64")(LENGTHS),
         "auto, web:65536:2": planner(cluster=two_nodes)(parse_lengths("web:65536:2")),
+        "ulysses:4, more ranks than KV heads": planner(cluster=two_nodes, kv_heads=2, strategy="ulysses:4")(LENGTHS),
+        "blocks, latents": planner(4, 8, 1, strategy="blocks", latent=96)([9000, 400, 300]),
+        "blocks, equal": planner(cluster=two_nodes, strategy="blocks")(
+            parse_lengths("web:65536:3"), tokens="equal", pad_to=16
+        ),
+        "blocks, zigzag": planner(cluster=two_nodes, strategy="blocks")(LENGTHS, layout="zigzag"),
+        "blocks, scattered": planner(cluster=two_nodes, strategy="blocks")(LENGTHS, layout=scattered),
+        "blocks, speeds, cap": planner(cluster=uneven, strategy="blocks", max_tokens_per_rank=9000)(
+            parse_lengths("web:65536:4")
+        ),
+        "groups, speeds, equal, cap": planner(cluster=uneven, strategy="groups", max_tokens_per_rank=8256)(
+            parse_lengths("web:65536:5"), flexcp.window(3000, 0), tokens="equal", pad_to=32
+        ),
+        "groups:team=1, relays": planner(cluster=two_nodes, kv_heads=8, strategy="groups:team=1")([65_536]),
+        **{
+            f"micro-batch {number}": plan
+            for number, (_, plan) in enumerate(
+                planner(2, strategy="dp", max_tokens_per_rank=3000).micro_batches(parse_lengths("images:12000:0"))
+            )
+        },
     }
 
 

@@ -38,7 +38,8 @@ AREAS = {
         "schedule",
         "work needs routes stages transfers",
         "schedule/test_routes schedule/test_stages schedule/test_transfers schedule/test_execution "
-        "schedule/test_thin_ends schedule/test_predict simulator/test_slot_work test_planner fuzz/test_plans",
+        "schedule/test_thin_ends schedule/test_inside_first schedule/test_predict simulator/test_slot_work "
+        "test_planner fuzz/test_plans",
     ),
     "exchange": _area(
         "executor",
@@ -62,7 +63,7 @@ AREAS = {
     "loader": _area(
         "data",
         "documents order loader row_sharing local_batch",
-        "data/test_state data/test_loader data/test_micro_batches data/test_grouped_samples",
+        "data/test_state data/test_loader data/test_micro_batches data/test_grouped_samples data/test_speeds",
     ),
     "report": _area(
         "report",

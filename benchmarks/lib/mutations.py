@@ -5,10 +5,10 @@ statement, two exchanged arguments. Changes are made in the syntax tree and writ
 so that a survivor reads as a diff. Docstrings, messages, types, logging and declarations are not changed, because no
 test should depend on them.
 
-Two more kinds of places are not changed. The two arguments of a symmetric function (:data:`SYMMETRIC`) are not
-exchanged: the result is the same by the function's definition. Statements that ask whether a device is a GPU, and those
-that run only on one (inside ``if device.type == "cuda"``), are checked by ``benchmarks/gpu.py`` on a GPU machine; no
-test of this checkout runs them.
+Two more kinds of places are not changed. The two arguments of a symmetric function (:data:`SYMMETRIC`), and the two
+axes of a tensor's ``transpose``, are not exchanged: the result is the same by the function's definition. Statements
+that ask whether a device is a GPU, and those that run only on one (inside ``if device.type == "cuda"``), are checked
+by ``benchmarks/gpu.py`` on a GPU machine; no test of this checkout runs them.
 """
 
 from __future__ import annotations
@@ -168,6 +168,14 @@ def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
                     todo.append(child)
 
 
+def _is_symmetric(function: ast.expr) -> bool:
+    """Whether a function gives the same for exchanged arguments. With two axes, ``transpose`` is torch's: NumPy's would
+    be that of a matrix, which sources write as ``.T``.
+    """
+    named = isinstance(function, ast.Attribute) and function.attr == "transpose"
+    return named or ast.unparse(function) in SYMMETRIC
+
+
 def _candidates(statement: ast.stmt, kind: str) -> list[ast.AST]:
     nodes = list(_own_nodes(statement))
     if kind == "another comparison":
@@ -185,7 +193,7 @@ def _candidates(statement: ast.stmt, kind: str) -> list[ast.AST]:
             if isinstance(n, ast.Call)
             and len(n.args) == 2
             and not any(isinstance(a, ast.Starred) for a in n.args)
-            and (n.keywords or ast.unparse(n.func) not in SYMMETRIC)
+            and (n.keywords or not _is_symmetric(n.func))
         ]
     simple = isinstance(statement, ast.Expr | ast.AugAssign | ast.Continue | ast.Break)
     return [statement] if simple else []

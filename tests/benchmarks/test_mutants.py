@@ -12,7 +12,7 @@ from textwrap import indent
 import pytest
 
 from lib.mutant_areas import AREAS, Area
-from lib.mutant_runs import drawn, nearest_tests
+from lib.mutant_runs import TEST_SECONDS, drawn, nearest_tests
 from lib.mutations import mutants
 from mutants import ROOT, main
 
@@ -65,6 +65,7 @@ def changes(body: str) -> list[str]:
 
 def test_arguments_of_symmetric_functions_are_not_exchanged() -> None:
     assert changes("return max(a, b)") == changes("return np.maximum(a, b)") == []
+    assert changes("return a.transpose(b, device)") == []
     assert changes("return max(a, b, key=len)") == ["return max(b, a, key=len)"]
     assert changes("np.maximum.at(a, b)") == ["np.maximum.at(b, a)", "pass"]
     assert changes("return max(g(a, b), b)") == ["return max(g(b, a), b)"]
@@ -89,6 +90,13 @@ def test_the_nearest_tests_come_first() -> None:
     seconds = {"tests/masks/test_masks.py": 1.0, "tests/masks/test_tree.py": 9.0, "tests/masks/test_named.py": 2.0}
     ordered = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], seconds)
     assert ordered[0] == "tests/masks/test_tree.py" and set(ordered) == set(seconds)
-    slow = {**seconds, "tests/masks/test_tree.py": 59.5}
+    slow = {**seconds, "tests/masks/test_tree.py": TEST_SECONDS - 0.5}
     of_time = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], slow)
-    assert of_time == ("tests/masks/test_tree.py",), "others where there is time for them"
+    assert of_time == ("tests/masks/test_tree.py", "tests/masks/test_masks.py"), "others where there is time for them"
+
+
+def test_the_start_of_the_process_counts_once() -> None:
+    """Files that take a little more than their start each are all run, however many starts they would be alone."""
+    seconds = dict.fromkeys(AREAS["planners"].tests, TEST_SECONDS / 5)
+    assert len(seconds) > 5
+    assert set(nearest_tests(ROOT, "src/flexcp/planners/auto/auto.py", AREAS["planners"], seconds)) == set(seconds)

@@ -22,7 +22,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flexcp
 from flexcp.data import Batches, Loader, Planning, PlanningError, Samples
+from flexcp.data.loader import may_differ
 from flexcp.data.order import count_batches, epoch_order
+from flexcp.data.planning.plan_orders import RecipeWish
+from flexcp.data.planning.planning_pool import Pool
 from flexcp.measure.ranks import RankError, RankPool
 
 BUDGET = 150
@@ -263,6 +266,21 @@ def test_as_many_steps_are_ahead_as_asked_for_and_at_least_one(lookahead: int) -
     assert len(asked) == 8
 
 
+def test_processes_plan_only_where_there_is_a_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def pool(planner: Any, workers: int, patience: float, stats: Any, wish: RecipeWish) -> Pool:
+        made.append((workers, patience, wish))
+        return Pool(planner, 0, patience, stats, wish)
+
+    monkeypatch.setattr("flexcp.data.loader.Pool", pool)
+    for lookahead, workers in ((0, 3), (2, 3), (2, 0)):
+        data = Numbered([9], known=True)
+        options = arguments(budget=60, lookahead=lookahead, workers=workers, patience=7.0)
+        Loader(data, planner(1), **options).close()
+    assert made == [(workers, 7.0, RecipeWish(0, "fields")) for workers in (0, 3, 0)]
+
+
 def test_a_loader_that_is_closed_ends_its_planner_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     with Loader(Numbered([9], known=True), planner(1), budget=60, planning=Planning(workers=0)) as loader:
@@ -270,6 +288,12 @@ def test_a_loader_that_is_closed_ends_its_planner_processes(monkeypatch: pytest.
     assert closed == ["plans"]
     with pytest.raises(RuntimeError, match="this loader is closed"):
         next(iter(loader))
+
+
+def test_plans_that_may_differ_are_of_the_strategies_with_a_partitioner() -> None:
+    assert [may_differ(name) for name in ("hypergraph", "dcp:256", "blocks", "zigzag:4", "auto", "")] == [True] * 2 + [
+        False
+    ] * 4
 
 
 def test_a_document_without_tokens_is_named() -> None:
@@ -395,6 +419,15 @@ def test_spans_of_images_are_masks_and_a_field(known: bool) -> None:
             assert torch.equal(b.fields["images"], torch.where(inside, 0, -1))
 
 
+def test_pads_are_in_no_image_and_have_the_token_and_label_of_pads() -> None:
+    options = {"plan_options": {"tokens": "equal", "pad_to": 64}, "pad_token": 7, "ignore": -5, "document_fields": []}
+    [b] = local(Numbered([9, 12], known=False), spans="images", **options)
+    pads = b.documents == -1
+    assert int(pads.sum()) == 64 - 21
+    assert set(b.fields["images"][pads].tolist()) == {-1} and set(b.tokens[pads].tolist()) == {7}
+    assert set(b.labels[pads].tolist()) == {-5} and set(b.positions[pads].tolist()) == {0}
+
+
 def test_an_explicit_mask_is_cut_with_its_document() -> None:
     data = Numbered([100], known=True)
     mask = flexcp.from_slices(100, [(0, 100, 0, 50, None, 0), (70, 100, 60, 100, None, None)])
@@ -461,6 +494,7 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"budget": None}, "budget is a whole number of tokens; got None"),
         ({"budget": 1e3}, "budget is a whole number of tokens; got 1000.0"),
         ({"max_length": 9.5}, "max_length is a whole number of tokens; got 9.5"),
+        ({"max_length": 0}, "budget and max_length must be at least 1; got 150 and 0"),
         ({"group": "cp"}, r"group= is a ProcessGroup or .*, or 'alone' for one rank's own batches; got 'cp'"),
         ({"group": 3}, "the Loader takes a ProcessGroup or a 1-D DeviceMesh axis"),
         ({"mask_fn": lambda s: "causal"}, "mask_fn must return a mask"),

@@ -119,6 +119,7 @@ def test_the_order_of_segments() -> None:
         ),
         (([0], [1]), "segment 0 has the parent 0, which comes no earlier"),
         (([-1, 7], [1, 1]), "segment 1 has the parent 7; parents are segments 0 to 1, or -1"),
+        (([-1, 2], [1, 1]), "segment 1 has the parent 2; parents are segments 0 to 1, or -1"),
         (([-1, -2], [1, 1]), "segment 1 has the parent -2"),
         (([-1, 0], [1, -3]), "segment 1 has -3 tokens; a segment has 0 or more"),
         (([-1, 0], [1]), "2 parents for 1 lengths"),

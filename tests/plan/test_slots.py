@@ -61,3 +61,16 @@ def test_a_rank_holds_its_own_work_until_its_last_shelf_is_done(keep_kv: int, ba
         last = max([shelf.stage for shelf in found.shelves[2:]], default=0)
         assert own <= {program.own_stage, min(max(last, not program.keys_kept) + 1, program.stages - 1)}
         assert len(own) == 2
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "groups:team=4+slack=2+long=poured"])
+def test_kept_keys_lie_in_the_memory_that_the_plan_counts(strategy: str) -> None:
+    """Of plans that move all KV heads, and of plans whose ranks read one KV head of several."""
+    where = flexcp.cluster("h100", 2, 4)
+    kept = flexcp.Planner(8, 4, 64, cluster=where, strategy=strategy, keep_kv=1 << 40)([60_000, 9_000, 500])
+    assert kept.programs[0][1].keys_kept
+    for rank in range(kept.ranks):
+        program = rank_program(kept, rank, 0, False)
+        assert program.kept_size == kept.memory(rank).kept_keys
+        assert sorted(program.kept.values())[:1] in ([], [0]) and len(set(program.kept.values())) == len(program.kept)
+    assert any(kept.memory(rank).kept_keys for rank in range(kept.ranks))

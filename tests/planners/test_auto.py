@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -18,6 +19,7 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, prefix, shared_question, window
+from flexcp.models.find import find_model
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
@@ -162,6 +164,23 @@ def test_the_note_says_where_the_plan_is_not_the_one_of_the_strategys_name(lengt
 def test_equal_lengths_stay_static() -> None:
     note = auto(request([4096] * 8)).note
     assert note.startswith("dp: ") and "ms a step simulated" in note
+    others = re.findall(r"([\d.]+) times as fast as (\S+)( in other settings)? \(", note)
+    assert {name for _, name, _ in others} == {"blocks", "dp@load"}
+    assert all(float(times) >= 1 and not same for times, _, same in others)
+
+
+def test_the_note_says_what_its_times_are_of() -> None:
+    model, asked = find_model("llama3-8b"), request([4096] * 2, machine=cluster("h100", 1, 2))
+    alone = "without vocabulary, gradient sync and all-reduces of tensor parallelism"
+    for training, says in (
+        (None, f"times of 1 layer, {alone}"),
+        (Training(model), "times of 1 layer with vocabulary, gradient sync (fsdp)"),
+        (Training(model, "none"), "times of 1 layer with vocabulary, no gradient sync"),
+        (Training(model, tp=2), "times of 1 layer with vocabulary, gradient sync (fsdp) and all-reduces of tp 2"),
+    ):
+        assert auto(replace(asked, training=training)).note.endswith(f" ({says})")
+    layers = replace(asked, batch=make_batch([4096] * 2, masks={"all": (causal(), 2)}))
+    assert auto(layers).note.endswith(f" (times of 2 layers, {alone})")
 
 
 def test_a_long_document_among_short_ones_is_worth_leaving_static() -> None:

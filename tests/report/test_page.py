@@ -195,6 +195,8 @@ def test_many_pairs_are_told_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = data_of(plan)["masks"][0]["bytes"][0]  # type: ignore[index]
     assert sent["unit"] == "node"
     assert sum(sent["bytes"]) == plan.bytes().sum()
+    monkeypatch.setattr("flexcp.report.plan_data.MOST_PAIRS", 16 * 15)
+    assert data_of(plan)["masks"][0]["bytes"][0]["unit"] == "rank"  # type: ignore[index]
 
 
 def test_bars_that_touch_are_one_and_texts_are_listed_once() -> None:

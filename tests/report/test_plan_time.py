@@ -49,6 +49,8 @@ def test_the_slowest_rank_is_the_one_that_computes_longest_of_those_that_take_lo
     attention, waits, linear = np.array([9, 2, 1, 3]), np.array([0, 8, 7, 4]), np.array([0, 0, 2, 3])
     assert PlanTime(10, attention, waits, linear).rank_ns.tolist() == [9, 10, 10, 10]
     assert PlanTime(10, attention, waits, linear).slowest == 3
+    nothing = np.zeros(2, np.int64)
+    assert PlanTime(5, nothing, np.array([0, 5]), nothing).slowest == 1, "a rank may only wait"
 
 
 def test_attention_alone_is_the_compute_of_both_passes_in_all_layers_and_waiting() -> None:

@@ -35,6 +35,8 @@ from flexcp.schedule.stages import (
     cut_by_divisions,
     cut_into_stages,
     equal_borders,
+    faster_way,
+    worth_simulating,
 )
 from flexcp.schedule.work import Work
 from flexcp.shape import Kind, Shape
@@ -233,3 +235,25 @@ def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots() -> None:
         slots = [max(own - after, there), each] if there else [own - after + each]
         slots += [max(each, out)] * (stages_here - 1)
         assert found.held[rank] == held and found.ns[rank] == sum(slots) + max(after, last)
+
+
+def way(contended_ns: int, inside_first: bool = False, others: tuple[Stages, ...] = ()) -> Stages:
+    one = np.ones(2, np.int64)
+    return Stages(one, 0 * one, one, one[:, None], False, inside_first, contended_ns, others)
+
+
+def test_inside_first_is_taken_where_it_is_faster_than_its_prediction_flatters_it() -> None:
+    thin = way(9_000)
+    plain = way(1_000, others=(thin,))
+    taken = faster_way(plain, way(stages.FLATTERED_PERMILLE, True))
+    assert taken.inside_first and [other.contended_ns for other in taken.others] == [1_000, 9_000]
+    assert not taken.others[0].others
+    left = faster_way(plain, way(stages.FLATTERED_PERMILLE + 1, True))
+    assert not left.inside_first and [other.inside_first for other in left.others] == [True, False]
+
+
+def test_the_fastest_other_way_is_simulated_if_it_is_close() -> None:
+    assert worth_simulating(way(1_000)) is None
+    for other, worth in ((stages.UNSURE_PERMILLE, True), (stages.UNSURE_PERMILLE + 1, False)):
+        found = worth_simulating(way(1_000, others=(way(9_000), way(other))))
+        assert (found is not None and found.contended_ns == other) == worth

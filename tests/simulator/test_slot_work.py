@@ -4,6 +4,7 @@ that the executor would run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 import flexcp
 from flexcp.executor.run.rank_program import rank_program
 from flexcp.masks import area
+from flexcp.plan.placement import Regions
 from flexcp.plan.plan import Plan
 from flexcp.schedule.rings import count_static_pairs, rings_of
-from flexcp.schedule.work import rank_work
+from flexcp.schedule.work import Pairs, rank_work
 from flexcp.simulator.slot_work import slot_ns, slot_work
 
 STRATEGIES = [
@@ -121,3 +123,16 @@ def test_time_is_the_cost_models() -> None:
         plan.cost.attention_ns(own, plan.shape, plan.cluster, True) + plan.cost.kernel_ns * found.kernels[:, 0],
     )
     assert (ns[:, 2:] == 0).all()
+
+
+def test_a_region_pays_for_its_row_tiles_once_where_it_sees_nothing_or_only_other_ranks_keys() -> None:
+    """Of three regions of rank 1: one sees no key, one its own and other keys, one keys of others in two hops."""
+    plan = flexcp.Planner(8, 8, 64, cluster=flexcp.cluster("h100", 1, 2), strategy="zigzag")([2048])
+    cost = replace(plan.cost, row_tile_pairs=1000)
+    rows = {"q0": 0, "q1": np.array([1, 128, 129]), "k0": 0, "k1": 2048, "document": 0, "rank": 1}
+    regions = Regions.make(3, h0=2, h1=np.array([3, 4, 6]), **rows)
+    pairs = Pairs(np.array([0, 50, 70]), np.array([0, 30, 0]), np.array([0, 1, 2]))
+    own, rest, again, at_keys = rank_work(plan.placement, regions, pairs, cost)
+    assert own.tolist() == [0, 1000 + 2 * 1030]
+    assert rest.tolist() == [0, 2 * (20 + 1000) + 4 * (70 + 2 * 2000)]
+    assert again.tolist() == [0, 2 * 1000 + 4 * 2000] and at_keys.tolist() == [0, 0]

@@ -131,7 +131,8 @@ class Loader:
         check_options(planner, self.options)
         if self.micro_batches:
             check_micro_batches(planner, self.options)
-        limits = BatchLimits(budget, min(budget, batches.max_length or budget), batches.too_long)
+        longest = budget if batches.max_length is None else batches.max_length
+        limits = BatchLimits(budget, min(budget, longest), batches.too_long)
         field = samples.spans if isinstance(samples.spans, str) else None
         named = frozenset(samples.document_fields)
         fields = Fields(samples.tokens, samples.labels, field, named, samples.ignore)
@@ -281,13 +282,14 @@ class Loader:
             columns = local_columns(kept, step.local_tokens, held, source.schema, self.pads)
             values = {d: sample.values for d, sample in held.items()}
         self.stats.cut += sum(d.length < d.whole for d in spec.documents)
+        ignore = self.reading.fields.ignore
         known = [d.valid for d in spec.documents if d.valid is not None]
-        valid = sum(known)
-        if len(known) < len(spec.documents):
-            valid = self.peers.total(int((columns[LABELS] != self.reading.fields.ignore).sum()))
+        if len(known) == len(spec.documents):
+            valid = sum(known)
+        else:
+            valid = self.peers.total(int((columns[LABELS] != ignore).sum()))
         self.stats.tokens_saved += saved_tokens(part.plan.batch)
         self.stats.tokens_repeated += sum(d.repeated for d in spec.documents)
-        ignore = self.reading.fields.ignore
         batch = local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
         return batch, valid
 

@@ -53,8 +53,6 @@ class Mask:
             table = table[~is_empty(table)]
             return np.repeat(np.arange(len(lengths)), len(table)), np.tile(table, (len(lengths), 1))
         parts = [np.stack(np.broadcast_arrays(*c, lengths)[:6], axis=-1) for c in columns]
-        if not parts:
-            return np.zeros(0, np.int64), np.zeros((0, 6), np.int64)
         docs = np.repeat(np.arange(len(lengths))[None, :], len(parts), axis=0).reshape(-1)
         table = trim(np.concatenate(parts).astype(np.int64))
         keep = np.flatnonzero(~is_empty(table))

@@ -263,6 +263,34 @@ def test_cpu_kernel_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal(solve(cpu, problem), problem.exact)
 
 
+@pytest.mark.parametrize("row", [*SLICES["shared rows"], (0, 700, 0, 900, -699, 200), (40, 1000, 0, 900, -50, -30)])
+def test_cpu_tiles_read_what_their_rows_see_and_mask_what_a_band_crosses(
+    row: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows follow each other; keys are those from the first row's first to the last row's last, and the band is left
+    out where every row of the tile sees all of them.
+    """
+    q0, q1, k0, k1, lo, hi = row
+    for logits in (1, 6 * 100 * 40, 1 << 21):
+        monkeypatch.setattr(cpu, "TILE_LOGITS", logits)
+        tiles = list(cpu._tiles(np.array([row]), 6))
+        assert [tiles[0][0].start, *(rows.stop for rows, _, _ in tiles)] == [*(rows.start for rows, _, _ in tiles), q1]
+        assert tiles[0][0].start == q0
+        for rows, keys, band in tiles:
+            seen = [(max(k0, q + lo), min(k1, q + hi + 1)) for q in range(rows.start, rows.stop)]
+            assert (keys.start, keys.stop) == (seen[0][0], seen[-1][1])
+            assert (band is None) == (set(seen) == {(keys.start, keys.stop)})
+            assert band in (None, (lo + rows.start - keys.start, hi + rows.start - keys.start))
+
+
+def test_cpu_tiles_have_16_to_256_rows_and_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of a tile says how many keys its rows see; here always 100."""
+    for logits, rows in ((1, 16), (6 * 100 * 40, 40), (6 * 100 * 41 - 1, 40), (1 << 30, 256)):
+        monkeypatch.setattr(cpu, "TILE_LOGITS", logits)
+        heights = [tile.stop - tile.start for tile, _, _ in cpu._tiles(np.array([(0, 600, 0, 699, 0, 99)]), 6)]
+        assert set(heights[:-1]) == {rows} and sum(heights) == 600
+
+
 def test_cpu_kernel_over_tiles_of_full_height() -> None:
     problem = make_problem([(0, 300, 0, 310, -299, 10)], (1, 1), sizes=(300, 310), dims=(4, 4))
     assert_equal(solve(cpu, problem), problem.exact)

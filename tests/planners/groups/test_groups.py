@@ -39,7 +39,16 @@ from flexcp.planners.groups.compiled_dealing import (
     needed_bins,
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
-from flexcp.planners.groups.groups import all_groupings, groups, team_sizes
+from flexcp.planners.groups.groups import (
+    FEW_RANKS,
+    SLACKS,
+    _joined,
+    all_groupings,
+    groups,
+    searched_settings,
+    team_sizes,
+)
+from flexcp.planners.groups.rows import Pieces
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -479,3 +488,31 @@ def test_teams_are_one_rank_those_with_keys_of_their_own_and_the_largest() -> No
         (12, 6, 4, [1, 2]),
     ):
         assert team_sizes(asked([100], cluster("h100", 1, ranks), shape=Shape(heads, kv_heads, 64, 64))) == sizes
+
+
+def test_neighbouring_pieces_of_a_document_on_the_same_ranks_are_one() -> None:
+    """Pieces (first rank, ranks, document, from, to); the third to sixth each differ in one thing from the last."""
+    pieces = [(0, 1, 0, 0, 10), (0, 1, 0, 10, 20), (0, 1, 0, 25, 30), (1, 1, 0, 30, 40), (1, 2, 0, 40, 50)]
+    pieces += [(1, 2, 1, 50, 60), (1, 2, 1, 60, 70)]
+    found = _joined(Pieces(*np.array(pieces).T)).matrix().T.tolist()
+    assert found == [[0, 1, 0, 0, 20], *map(list, pieces[2:5]), [1, 2, 1, 50, 70]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lengths", "alone"),
+    [(2, [2048] * 32, True), (2, [2048] * 8 + [16_384], False), (1, [2048] * 32, False)],
+    ids=["many short documents", "a long one", "one node"],
+)
+def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
+    nodes: int, lengths: list[int], alone: bool
+) -> None:
+    request = asked(lengths, cluster("h100", nodes, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
+    assert team_sizes(request) == [8]
+    assert searched_settings(request) == ["team=8", *([f"team=1+slack={SLACKS[0]}"] if alone else [])]
+
+
+def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> None:
+    """Documents of equal load, as many as ranks / FEW_RANKS, are the fewest for which one rank is tried."""
+    for documents, alone in ((16 // FEW_RANKS, True), (16 // FEW_RANKS - 1, False)):
+        request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
+        assert (len(searched_settings(request)) == 2) == alone

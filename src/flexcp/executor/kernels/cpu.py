@@ -81,12 +81,15 @@ def backward(
 
 
 def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, int] | None]]:
-    """Yield the tiles of all slices: (rows, keys, the band relative to them, or None if all rows see all keys)."""
+    """Yield the tiles of all slices: (rows, keys, the band relative to them, or None if all rows see all keys).
+
+    Every row of a slice, which must be trimmed, sees a key.
+    """
     for q0, q1, k0, k1, lo, hi in slices.tolist():
         row = q0
         while row < q1:
             width = min(k1, row + hi + 1) - max(k0, row + lo)
-            height = max(16, min(256, TILE_LOGITS // max(1, width * heads)))
+            height = max(16, min(256, TILE_LOGITS // (width * heads)))
             stop = min(row + height, q1)
             first, last = max(k0, row + lo), min(k1, stop + hi)
             clear = first >= stop - 1 + lo and last - 1 <= row + hi
