@@ -96,8 +96,8 @@ def blocks(request: Request) -> Placement:
 
 def searched_settings(request: Request) -> dict[str, str]:
     """Return the settings that ``auto`` tries besides ``blocks`` itself, as arguments, each with the argument whose
-    price says whether it is worth trying. Empty if the user set limits, if tokens are fixed, or on one node, where there
-    is little to gain.
+    price says whether it is worth trying. Empty if the user set limits, if tokens are fixed, or on one node, where
+    there is little to gain.
     """
     given = (request.layout, request.compute_tolerance, request.token_tolerance)
     few = request.batch.documents <= FEW_DOCUMENTS and request.ranks <= FEW_RANKS
