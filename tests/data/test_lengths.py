@@ -274,6 +274,8 @@ def test_jsonl_lengths(tmp_path: Path) -> None:
         ('"some words"\n', "'some words' is neither a length nor a list of tokens; texts .*flexcp advise alone"),
         ("{length: 7}\n", "line 1 is not JSON"),
         ('{"length": 7.5}\n', "'7.5' is neither a length nor a list of tokens"),
+        ('{"input_ids": [[1, 2, 3]]}\n', "holds a list of lists, but a document is one list of token ids"),
+        ('[{"length": 5}]\n', "holds a list of objects, but a document is one list of token ids"),
         ('{"length": true}\n', "'True' is neither"),
         ("\n", "holds no lengths"),
     ],

@@ -307,6 +307,12 @@ def _json_length(line: str, field: str | None, where: str) -> int:
             )
         value = value[name]
     if isinstance(value, list):
+        inner = next((x for x in value if isinstance(x, list | dict)), None)
+        if inner is not None:
+            raise ValueError(
+                f"{where} holds a list of {'lists' if isinstance(inner, list) else 'objects'}, but a document is one "
+                "list of token ids: write one document a line, without a batch dimension"
+            )
         return len(value)
     if type(value) is not int:
         raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens; {ADVISE_ALONE}")

@@ -266,7 +266,8 @@ class Step:
         inside documents *before* sharding.
 
         If a token has several ids, ``[tokens, ids]``, each is shifted by itself. Do not pass labels that are already
-        shifted; ``step.shard`` them instead. Raises NotImplementedError for documents that branch.
+        shifted; take ``step.shard(labels, pad=-100)`` instead, which does not label pads. Raises
+        NotImplementedError for documents that branch.
         """
         check_whole("ignore", ignore)
         check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
