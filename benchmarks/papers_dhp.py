@@ -95,19 +95,7 @@ def speed_ups(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
                 )
             rates = [1e9 * A_RANK * seeds / totals[each] for each in PLANNERS]
             words = f"{case}: tokens a second a device"
-            scaling.append(
-                Row(
-                    "scaling",
-                    words,
-                    "near-linear",
-                    *rates,
-                    SIMULATED,
-                    show=whole,
-                    aspect=None,
-                    part=name,
-                    batches=seeds,
-                )
-            )
+            scaling.append(_scaling(words, rates, name, seeds))
     return [*rows, *scaling]
 
 
@@ -134,20 +122,16 @@ def same_documents(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
         name = f"libra256k cut at {longest:,}"
         words = f"llama3-8b, {name} tokens, {ranks} devices: tokens a second a device, {kept[0]:.0%} (`auto` "
         words += f"{kept[1]:.0%}) of those on {min(counts)}"
-        rows.append(
-            Row(
-                "scaling",
-                words,
-                "near-linear",
-                *rates,
-                SIMULATED,
-                show=whole,
-                aspect=None,
-                part=name,
-                batches=seeds,
-            )
-        )
+        rows.append(_scaling(words, rates, name, seeds))
     return rows
+
+
+def _scaling(words: str, rates: Sequence[float], part: str, seeds: int) -> Row:
+    """Return a row of tokens a second a device: ``rates`` of the published planner and of ``auto``."""
+    planner, auto = rates
+    return Row(
+        "scaling", words, "near-linear", planner, auto, SIMULATED, show=whole, aspect=None, part=part, batches=seeds
+    )
 
 
 def with_gathers(ranks: int) -> dict[str, list[str]]:

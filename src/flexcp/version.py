@@ -1,3 +1,3 @@
 """The version of flexcp, in a module of its own so that release tools and every module can read it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

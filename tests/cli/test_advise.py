@@ -484,6 +484,8 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
         ("[1, 2]\nnot", ["documents.jsonl, line 2 is no JSON"]),
         ("\n0", ["documents.jsonl, line 2", "0 is no document"]),
         ("true", ["True is no document"]),
+        ('{"input_ids": [[1, 2, 3]]}', ["documents.jsonl, line 1", "a list of lists", "without a batch dimension"]),
+        ('[{"length": 5000}]', ["documents.jsonl, line 1", "a list of objects"]),
         ("", ["holds no documents"]),
     ],
 )

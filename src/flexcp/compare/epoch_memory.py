@@ -22,8 +22,8 @@ MOST_PASSES = 24
 
 @dataclass(frozen=True)
 class EpochMemory:
-    """The rank that needs most memory for attention in any planned pass: its bytes (:attr:`flexcp.Memory.total`), and
-    which rank in which pass, counted from 0.
+    """The rank that needs most memory for attention in any planned pass: its bytes
+    (:attr:`flexcp.plan.memory.Memory.total`), and which rank in which pass, counted from 0.
 
     ``planned`` of the epoch's ``passes`` were planned. The strategy refused ``refused`` of them, the first for the
     reason ``why``. ``most_tokens`` are those of the fullest rank in any of the others.

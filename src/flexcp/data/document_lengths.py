@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flexcp.data.lengths import JSONL, parse_lengths
+from flexcp.data.lengths import JSONL, parse_lengths, tokens_in
 from flexcp.io.json_files import json_line
 from flexcp.io.plain_values import shown, shown_names
 
@@ -65,7 +65,7 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
             raise ValueError(f"{where} is a text; name a tokenizer with --tokenizer to count its tokens")
         value = count(value)
     elif isinstance(value, list):
-        value = len(value)
+        value = tokens_in(value, where)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"{where}: {shown(value)} is no document; "

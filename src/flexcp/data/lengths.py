@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -292,6 +293,19 @@ def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
     return found
 
 
+def tokens_in(document: list[Any], where: str) -> int:
+    """Return the number of token ids in a list from a file; raise ValueError for a list of lists or objects, which is
+    several documents. ``where`` names the line in errors.
+    """
+    inner = next((x for x in document if isinstance(x, list | dict)), None)
+    if inner is not None:
+        raise ValueError(
+            f"{where} holds a list of {'lists' if isinstance(inner, list) else 'objects'}, but a document is one list "
+            "of token ids: write one document a line, without a batch dimension"
+        )
+    return len(document)
+
+
 def _json_length(line: str, field: str | None, where: str) -> int:
     """Return the document length in one line of a JSON lines file; ``where`` names the line in errors."""
     try:
@@ -307,13 +321,7 @@ def _json_length(line: str, field: str | None, where: str) -> int:
             )
         value = value[name]
     if isinstance(value, list):
-        inner = next((x for x in value if isinstance(x, list | dict)), None)
-        if inner is not None:
-            raise ValueError(
-                f"{where} holds a list of {'lists' if isinstance(inner, list) else 'objects'}, but a document is one "
-                "list of token ids: write one document a line, without a batch dimension"
-            )
-        return len(value)
+        return tokens_in(value, where)
     if type(value) is not int:
         raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens; {ADVISE_ALONE}")
     return value
