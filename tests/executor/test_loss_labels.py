@@ -81,6 +81,9 @@ def taken(step: Step, how: str) -> Tensor:
     if how == "tokens without a prompt":
         step.shard(IDS)
         return torch.where(step.indices % 3 == 0, -100, step.shard(IDS))
+    if how == "tokens, and the tokens without a prompt":
+        step.shard(IDS)
+        return step.shard(IDS.index_fill(0, torch.arange(5), -100), pad=-100)
     if how == "tokens that a model got":
         step.seen.given(step.shard(IDS))
         return step.shard(IDS)
@@ -95,6 +98,9 @@ def taken(step: Step, how: str) -> Tensor:
     if how == "labels with borders, twice":
         step.shard(SHIFTED, pad=-100)
         return step.shard(SHIFTED, pad=-100)
+    if how == "next tokens of one's own, and those without a prompt":
+        step.shard(IDS), step.shard(ACROSS)
+        return step.shard(ACROSS.index_fill(0, torch.arange(5), -100), pad=-100)
     if how == "labels, beside rows taken by number":
         _ = IDS[step.indices]
         return step.shard(ACROSS)
@@ -127,6 +133,7 @@ def on_labels(group: dist.ProcessGroup, plan: Plan, how: str) -> list[str]:
         "tokens, once",
         "tokens beside embeddings and positions",
         "tokens without a prompt",
+        "tokens, and the tokens without a prompt",
         "tokens that a model got",
     ],
 )
@@ -142,6 +149,7 @@ def test_tokens_in_the_place_of_labels_are_warned_of_once(pool: RankPool, how: s
     [
         "next tokens",
         "next tokens of one's own, twice",
+        "next tokens of one's own, and those without a prompt",
         "labels with borders, twice",
         "labels, beside rows taken by number",
         "labels, beside embeddings",
@@ -159,6 +167,13 @@ def test_labels_that_may_be_right_are_not_warned_of(pool: RankPool, how: str) ->
 def test_labels_beside_rows_cut_by_hand_are_not_warned_of(pool: RankPool, plan: Plan) -> None:
     """A stream that is all that was sharded may be labels where a rank's input is the part it would have cut itself."""
     assert pool.run(on_labels, plan, "tokens, once", ranks=2) == [[], []]
+
+
+def test_a_prompt_without_labels_hides_no_tokens_in_their_place(pool: RankPool) -> None:
+    """The input and unshifted labels were both sharded, so that the input was not cut by hand."""
+    for said in pool.run(on_labels, planned(layout="contiguous"), "tokens, and the tokens without a prompt", ranks=2):
+        assert len(said) == 1
+        assert "step.loss shifts nothing" in said[0]
 
 
 def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere(pool: RankPool) -> None:

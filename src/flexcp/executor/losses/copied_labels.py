@@ -1,15 +1,22 @@
-"""Copied labels: detect labels that are the tokens themselves, which teach a model to repeat its input.
+"""Warn about labels that are the input tokens themselves: a model trained on them learns to repeat its input.
 
-``step.loss`` does not shift labels, and shapes cannot show whether they were shifted. But a step sees streams of
-integers: those that it shards, and the token ids that the loader or a framework adapter reports. If the labels equal
-the model's ids wherever they count, they were not shifted. (Inputs that were corrupted on purpose differ from their
-labels where these count.)
+``step.loss`` does not shift labels, and their shape does not show whether the user did. So at its first loss a step
+compares the labels with the token ids that it has seen. If they are equal in every row whose label is not ``ignore``,
+the labels were not shifted. (Masked-token training gives no warning: its inputs differ from the labels in these rows.
+Fewer than two labels, or labels that are all the same, are not judged.)
 
-Reported ids are certain. Streams that were only sharded are judged by two rules. A stream that was sharded twice with
-the same values was once the ids and once the labels, unless it holds the next tokens of another sharded stream, or
-negative numbers, which cannot be ids. A stream that is the only one ever sharded must have been the model's input,
-unless this rank could have taken its input without the step. If it was not the input after all, then the input is not
-the plan's rows, which is a mistake too, so that warning names both.
+If the loader or a framework adapter reported the token ids that the model gets, the labels are compared with those
+alone. Otherwise the step only knows the tensors that the user passed to ``step.shard``, and not which of them is the
+model's input. It then warns in two cases:
+
+- Two sharded streams of integers equal the labels in these rows, and one of them has no negative number: that one was
+  the input, the other the labels. There is no warning if it holds the next tokens of a third sharded stream: then it
+  was shifted labels.
+- The only tensor that was sharded equals the labels, and has no negative number, so it was probably the input too. If
+  it was not, the model's input was taken without the step and may not be the rows that the plan gives to this rank.
+  That is a mistake too, so this warning names both. There is no warning if the user read ``step.indices``, or if, on
+  several ranks, the plan's rows are those that a user would cut by hand (the plan was made for a given layout, or the
+  rows are contiguous).
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ WARNING = (
     "them"
 )
 INPUT_FROM_ELSEWHERE = (
-    ". Nothing else was sharded by this step: if these labels were shifted before, the model's input is not the "
+    ". Nothing else was sharded by this step: if these labels were shifted before, the model's input may not be the "
     "plan's rows. Take the input by step.shard too, or plan with layout='contiguous' if every rank cuts its own part "
     "of the stream"
 )
@@ -85,12 +92,15 @@ class SeenTokens:
 
         if ids is not None:
             return WARNING if equal(ids) else None
-        same = [seen for seen in sharded if equal(seen.rows) and not bool((seen.stream.long() < 0).any())]
+        same = [seen for seen in sharded if equal(seen.rows)]
         rest = [seen for seen in sharded if not equal(seen.rows)]
+        may_be_ids = [seen for seen in same if not bool((seen.stream.long() < 0).any())]
+        if not may_be_ids:
+            return None
         if len(same) > 1:
-            shifted = any(_follows(same[0].stream.cpu().long(), seen.stream.cpu().long(), batch) for seen in rest)
+            shifted = any(_follows(may_be_ids[0].stream.cpu().long(), seen.stream.cpu().long(), batch) for seen in rest)
             return None if shifted else WARNING
-        alone = len(same) == 1 and not rest and not others and not own_cut
+        alone = not rest and not others and not own_cut
         return WARNING + INPUT_FROM_ELSEWHERE if alone else None
 
 
