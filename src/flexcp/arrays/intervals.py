@@ -20,7 +20,10 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def offsets(counts: Ints) -> Ints:
-    """Return where each part of these sizes begins if they are laid end to end; the last entry is the total."""
+    """Return where each part begins if parts of these sizes are laid end to end: ``[2, 3]`` gives ``[0, 2, 5]``.
+
+    The result has one more entry than ``counts``; the last one is the total.
+    """
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 

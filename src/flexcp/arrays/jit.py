@@ -163,10 +163,11 @@ class Kept:
 
 
 def _rebuilt(target: Any, payload: Any) -> Any:
-    """Return compiled code that is ready to run.
+    """Turn compiled code that was read from disk into a Numba compile result, ready to be called.
 
-    Only Numba's runtime is loaded for this; Numba itself would load the whole compiler, most of the time of a warm
-    start.
+    ``target`` is Numba's target context, and ``payload`` is what ``CompileResult._reduce`` returned when the code was
+    saved. Only Numba's runtime is initialized. Numba's own cache would load the whole compiler first, which would be
+    most of the time of a warm start.
     """
     from numba.core.compiler import CompileResult
     from numba.core.runtime.nrt import rtsys

@@ -171,7 +171,7 @@ class Advice:
 
     @property
     def baseline(self) -> str:
-        """The method that gains are relative to, in words."""
+        """The method that gains are relative to, described in words for the user."""
         if self.question.today:
             return f"{self.static.name}, what you use today"
         return f"{self.static.name}, {self.best_static} by tokens"

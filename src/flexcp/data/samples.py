@@ -177,7 +177,10 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
 
 
 def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor:
-    """Return a per-token field, or raise if it does not have a row per token."""
+    """Return the per-token field ``key`` of a sample, or raise ValueError if it does not have ``rows`` rows.
+
+    ``where`` names the sample in the error.
+    """
     column = _field(given, key, where)
     if column.dim() == 0 or len(column) != rows:
         way = f"pass {key}[0] if that is a row per token; " if column.shape[:2] == (1, rows) else ""

@@ -69,9 +69,9 @@ def refusal(folder: Path) -> str | None:
 
 
 def _made(folder: Path) -> None:
-    """Make a folder and its missing parents, which only the user can read and write.
+    """Create a folder and its missing parents, private to the current user; leave existing folders as they are.
 
-    Folders of root can be read by all users, because container images are made by root and used by others.
+    If root creates them, all users can read them, because container images are built by root and used by others.
     """
     mode = 0o755 if os.geteuid() == 0 else 0o700
     for each in (*reversed(folder.parents), folder):

@@ -63,10 +63,12 @@ ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class KnownError:
-    """One entry: the errors, with date and machine of the comparison.
+    """One entry of ``errors.json``: how far predictions were off in one comparison with measured or published values.
 
-    For ratios, ``pairs`` counts the pairs of figures that differ clearly, and ``right`` the pairs whose order was
-    predicted correctly.
+    ``key`` is the entry's key in :data:`ROWS`, ``date`` the day of the comparison, and ``machine`` the machine it ran
+    on, if recorded. Some comparisons also check in which order two values come: ``pairs`` is then the number of pairs
+    that are at least about 10 % apart, and ``right`` how many of them were predicted in the right order. Otherwise both
+    are None.
     """
 
     key: str

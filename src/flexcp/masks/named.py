@@ -262,9 +262,9 @@ def _pairs(params: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """How a mask is written on a command line: its name, a colon, and numbers.
+    """How a mask is written on a command line: its name, and its numbers after a colon, as in ``lambda:64,4096``.
 
-    ``numbers`` are the types of the numbers; the first ``required`` of them must be given.
+    ``numbers`` are the types of the numbers. The first ``required`` of them must be given; the others have defaults.
     """
 
     signature: str

@@ -157,7 +157,7 @@ def _shared(a: Ints, b: Ints) -> int:
 
 
 def _in_order(root: _Node) -> None:
-    """Sort the children of every node by the first sequence that reaches them."""
+    """Sort the children of every node by the first sequence that reaches them, and set ``first`` of every node."""
     nodes = [root]
     for node in nodes:
         nodes += node.children

@@ -199,7 +199,11 @@ def kept_starts(amounts: list[int], shape: Shape) -> list[int]:
 
 @dataclass(frozen=True)
 class _Tenant:
-    """``size`` bytes that exist from half slot ``first`` to half slot ``last``; ``key`` is its name in a layout."""
+    """A buffer in the arena: ``size`` bytes that are in use from half slot ``first`` to half slot ``last``, inclusive.
+
+    Half slot ``2 s`` is when slot s takes in what arrived, ``2 s + 1`` when it posts messages and computes. ``key`` is
+    the name of the buffer in :class:`Layout`.
+    """
 
     key: tuple[str | int, ...]
     size: int
@@ -316,7 +320,10 @@ def _kept_keys(plan: Plan, rank: int, mask: int) -> int:
 
 
 def _saved(shape: Shape) -> int:
-    """Return the bytes of one token's q, k, v, output and LSE in one layer."""
+    """Return the bytes that autograd keeps of one token for the backward of one layer.
+
+    These are q, k, v, output and LSE of all heads.
+    """
     wide = shape.heads * (shape.head_dim + shape.v_head_dim) + shape.kv_heads * (shape.head_dim + shape.v_head_dim)
     return wide * shape.element_bytes + shape.heads * STATISTICS_BYTES
 

@@ -48,11 +48,14 @@ def make_plan(
     most_ahead: int = 2,
     analysis: list[MaskAnalysis] | None = None,
 ) -> Plan:
-    """Return the plan of a placement: transfers for every mask, forward and backward.
+    """Make the plan of a placement: the transfers of every mask, forward and backward, and how each stage is posted.
 
-    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, over all layers. ``most_ahead`` is
-    how many slots ahead a stage may be posted; 1 saves the memory of messages that wait. ``analysis`` is the result of
-    :func:`flexcp.schedule.analysis.analyse` for a placement with needed traffic, if the caller has it.
+    ``strategy`` is the name of the strategy that made the placement; the plan only records it. ``keep_kv`` is how many
+    bytes of received keys and values a rank may keep for the backward, over all layers, so that they are not sent
+    again. ``most_ahead`` is the most slots by which the messages of a stage may be posted before the slot that waits
+    for them; 1 needs less memory than 2, because fewer messages are under way at a time. ``analysis`` is what
+    :func:`flexcp.schedule.analysis.analyse` returned for the same arguments; without it, it is computed here.
+    ``keep_kv`` and ``analysis`` are used only if ``placement.traffic.kind`` is ``"needed"``.
     """
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":

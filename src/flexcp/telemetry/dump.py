@@ -33,7 +33,11 @@ LAST_PASSES = 32
 
 @dataclass(frozen=True)
 class DumpedStep:
-    """A step of a dump: its number on that rank, its plan, its last passes and how far they got, and its error."""
+    """One step in the dump of a rank: its number on this rank (from 0), its plan, its last passes and its error.
+
+    Each of ``passes`` is a dict that says how far the pass got, how long it took and which error ended it. ``error`` is
+    the error of binding the plan, empty if there was none; it does not include errors of passes.
+    """
 
     number: int
     plan: Plan

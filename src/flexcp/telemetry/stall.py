@@ -24,9 +24,11 @@ Progress = tuple[object, ...]
 
 
 class StallWatch:
-    """Calls ``stalled(owner)`` once whenever ``progress(owner)`` stays the same for ``limit`` seconds.
+    """A thread that calls ``stalled(owner)`` when ``progress(owner)`` has not changed for ``limit`` seconds.
 
-    The owner is referenced weakly, and the thread ends when the owner is collected.
+    It calls once per stall, and again only after there was progress. If ``progress(owner)`` is empty, nothing is under
+    way, and that is never a stall. The thread holds only a weak reference to ``owner``. It ends when the owner is
+    garbage-collected, or with :meth:`close`.
     """
 
     def __init__(

@@ -92,7 +92,12 @@ def plain(text: str) -> Text:
 
 @contextmanager
 def compiling(text: str | None = None) -> Iterator[Compiling]:
-    """Count compilations inside the block, and show them if stderr is a terminal; ``text`` says what is being done."""
+    """Count what flexcp compiles inside the ``with`` block, and show progress; yields the counter.
+
+    A spinner on stderr shows ``text`` (what is being done), and each loop or kernel while it is compiled. Without
+    ``text`` it appears only at the first compilation. Nothing is shown if stderr is not a terminal, or with
+    ``--quiet``.
+    """
     logger, handler = logging.getLogger("flexcp.compile"), Compiling(sys.stderr.isatty() and not quiet(), text)
     level = logger.level
     logger.addHandler(handler)

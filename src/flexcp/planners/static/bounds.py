@@ -1,8 +1,10 @@
-"""Static methods that ``auto`` considers, and lower bounds on their predicted times.
+"""The static methods that ``auto`` considers, and lower bounds on their predicted times.
 
-Placing static methods over many ranks would be most of the work of ``auto``, and most methods cannot win. A bound is
-arithmetic on sums: the compute of a method divided evenly inside its groups, with its own traffic hidden behind that
-compute as well as possible.
+Most static methods cannot win, and placing tokens by all of them would take most of ``auto``'s time on many ranks. So
+``auto`` first computes lower bounds, and places tokens only by methods that could still be the fastest. A bound needs
+no placement, only sums over documents. It assumes that the ranks of a group share their work evenly (closer bounds of
+``ring`` and ``allgather`` also look at a busy rank), and that communication overlaps with compute as far as the method
+allows.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
 
 @dsl_user_op
 def rounded_pair(low, high, dtype, *, loc=None, ip=None):
-    """Round two float32 numbers to 16 bits and return them as one word."""
+    """Round two float32 numbers to ``dtype`` (16 bits) and pack them into one Int32, ``low`` in the lower half."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
     code = f"cvt.rn.{kind}.f32 $0, $2, $1;"
