@@ -21,7 +21,9 @@ import flexcp.data
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.gather_on_rank_0 import gather_on_rank_0
+from flexcp.telemetry.records import StepRecord
 from flexcp.telemetry.scalars import scalars
+from flexcp.telemetry.trace import trace
 
 MASKS = {"full": (flexcp.causal(), 1), "window": (flexcp.window(4), 2)}
 
@@ -106,6 +108,32 @@ def check_trace(found: dict[str, Any], plans: list[Plan]) -> None:
     assert [s["number"] for s in steps] == [2, 1]
     assert [s["hash"] for s in steps] == [p.hash for p in reversed(plans)]
     assert all(s["measured compute balance"] >= 1 and 0 <= s["wait share"] < 1 for s in steps)
+
+
+def message_bars(ahead: int) -> dict[str, tuple[float, float]]:
+    """Begin and end, in microseconds, of what a trace draws for stage 2 of a pass of three stages whose stamps are one
+    microsecond apart.
+    """
+    messages = [([], []), ([], []), ([(1, 8)], [(1, 8)])]
+    done = {"name": "forward", "number": 0, "times": [1000 * t for t in range(11)], "spans": []}
+    step = {"number": 0, "hash": "h", "strategy": "ring", "compute_balance": 1.0, "sent_bytes": 8, "passes": [done]}
+    step |= {"messages": {"forward": messages}, "ahead": {"forward": [0, 1, ahead]}}
+    found = trace([{"rank": 0, "offset_ns": 0, "offset_error_ns": 0, "steps": [step]}])["traceEvents"]
+    return {e["cat"]: (e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X"}
+
+
+@pytest.mark.parametrize(("ahead", "send", "receive"), [(2, (1, 2), (2, 7)), (1, (4, 5), (5, 7)), (0, (6, 7), (6, 7))])
+def test_messages_are_drawn_in_the_slot_in_which_the_plan_posts_them(
+    ahead: int, send: tuple[float, float], receive: tuple[float, float]
+) -> None:
+    assert message_bars(ahead) == {"send": send, "receive": receive}
+
+
+def test_a_record_says_how_far_ahead_stages_are_posted() -> None:
+    plan = plan_for(3, strategy="ring")
+    record = StepRecord(0, plan, 0)
+    name = plan.batch.masks[0].name
+    assert record.ahead(name, True) == plan.programs[0][True].execution.ahead.tolist()
 
 
 def test_steps_in_use_at_once_are_kept_apart() -> None:

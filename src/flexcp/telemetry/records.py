@@ -19,6 +19,7 @@ import numpy as np
 
 from flexcp.arrays.totals import imbalance
 from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program
 from flexcp.telemetry.timestamps import Stamp, gaps, passed
 
 PASSES = 1024
@@ -143,6 +144,11 @@ class StepRecord:
             self._messages[key] = _messages(self.plan, self.rank or 0, mask, backward)
         return self._messages[key]
 
+    def ahead(self, mask: str, backward: bool) -> list[int]:
+        """Return how many slots ahead of its own each stage of a pass is posted, as the plan says."""
+        ahead: list[int] = _program(self.plan, mask, backward).execution.ahead.tolist()
+        return ahead
+
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sent in the finished passes of this record, according to the plan."""
         kept = [self.messages(p.mask, p.backward) for p in list(self.passes) if p.done]
@@ -154,10 +160,14 @@ class StepRecord:
         return Times(*(sum(t[i] for t in each) for i in range(3)))
 
 
+def _program(plan: Plan, mask: str, backward: bool) -> Program:
+    """Return a plan's program for the mask of this name and one direction."""
+    return plan.programs[[m.name for m in plan.batch.masks].index(mask)][backward]
+
+
 def _messages(plan: Plan, rank: int, mask: str, backward: bool) -> list[tuple[Messages, Messages]]:
     """Return, for each stage, the messages that a rank sends and those it receives."""
-    number = [m.name for m in plan.batch.masks].index(mask)
-    program = plan.programs[number][backward]
+    program = _program(plan, mask, backward)
     t, size = program.transfers, program.transfers.bytes(plan.shape)
     found = []
     for stage in range(program.stages):

@@ -31,6 +31,7 @@ def rank_log(steps: list[StepRecord]) -> dict[str, Any]:
                 "sent_bytes": step.sent_bytes(),
                 "planning_wait_ns": step.planning_wait,
                 "messages": {p.name: step.messages(p.mask, p.backward) for p in list(step.passes) if p.done},
+                "ahead": {p.name: step.ahead(p.mask, p.backward) for p in list(step.passes) if p.done},
                 "passes": [_pass_log(p) for p in list(step.passes) if p.done],
             }
             for step in steps
@@ -124,17 +125,21 @@ def _message_events(
     """Return a slice for each message that a rank sends or receives in a pass, and the ends of its arrow."""
     events = []
     for stage, (sends, receives) in list(enumerate(step["messages"][p["name"]]))[1:]:
-        # Slot s has the stamps 3 s + 1 (transfers taken in), 3 s + 2 (next stage posted) and 3 s + 3 (work done). Stage
-        # s is packed and posted in slot s - 1 and taken in at the beginning of slot s.
-        packed, posted, taken = at[3 * stage - 2], at[3 * stage - 1], at[3 * stage + 1]
+        # Slot s has the stamps 3 s + 1 (transfers taken in), 3 s + 2 (later stages posted) and 3 s + 3 (work done).
+        # Stage s is posted in slot s - ahead and taken in at the beginning of slot s. A stage that is not posted ahead
+        # is posted and taken in between the same two stamps, so its sends and receives are drawn alike.
+        ahead, taken = step["ahead"][p["name"]][stage], at[3 * stage + 1]
+        slot = stage - ahead
+        packed, sent = (at[3 * slot + 1], at[3 * slot + 2]) if ahead else (at[3 * stage], taken)
+        awaited = sent if ahead else packed
         for peer, count in sends:
             what = args | {"bytes": count, "peer": peer, "stage": stage}
-            events.append(_slice(rank, "send", f"{size(count)} to rank {peer}", packed, posted, what))
+            events.append(_slice(rank, "send", f"{size(count)} to rank {peer}", packed, sent, what))
             events.append(_arrow("s", rank, "send", packed, _flow(step, p, stage, rank, peer)))
         for peer, count in receives:
             what = args | {"bytes": count, "peer": peer, "stage": stage}
-            events.append(_slice(rank, "receive", f"{size(count)} from rank {peer}", posted, taken, what))
-            events.append(_arrow("f", rank, "receive", _inside(posted, taken), _flow(step, p, stage, peer, rank)))
+            events.append(_slice(rank, "receive", f"{size(count)} from rank {peer}", awaited, taken, what))
+            events.append(_arrow("f", rank, "receive", _inside(awaited, taken), _flow(step, p, stage, peer, rank)))
     return events
 
 
