@@ -71,7 +71,7 @@ WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one placement, explained in the module docstring; ``str`` writes them as ``groups:`` takes them."""
+    """The settings of one placement (see the module docstring); ``str`` gives them as ``groups:`` takes them."""
 
     team: int = 1
     slack: int = SLACKS[0]
