@@ -81,7 +81,8 @@ class Request:
     def most_ahead(self) -> int:
         """The most slots by which messages may be posted before the slot that waits for them.
 
-        It is 2, or 1 if memory is limited, because messages under way take memory.
+        A pass runs in slots, in each of which a rank waits for messages, posts later ones and computes. The number is
+        2, or 1 if memory is limited, because messages under way take memory.
         """
         return 2 if self.max_memory_per_rank is None else 1
 

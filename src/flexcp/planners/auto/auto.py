@@ -68,13 +68,13 @@ OVERPRICED_PERMILLE = 50
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
 LARGE = 400_000
-"""Static methods with more transfers than this in the backward are not scheduled below ``HIGH_EFFORT``."""
+"""Below ``HIGH_EFFORT``, static methods with more transfers in the backward are not scheduled if there is another plan."""
 MANY_DOCUMENTS = 65_536
 """With more documents than this, no candidate is tried for a small gain."""
 WORTH_TRYING = 128
-"""With ``MANY_DOCUMENTS``, a candidate is tried if it may save at least one part in this many."""
+"""With more than ``MANY_DOCUMENTS``, a candidate is tried if it may save more than one part in this many."""
 NO_REST = 1
-"""Layers are taken to consist of attention only if a token costs at most this many pairs outside attention."""
+"""If a token costs at most this many pairs outside attention, layers count as attention alone."""
 LONGEST_NS = 1 << 38
 """If a layer takes longer than this (over four minutes), plans keep the time of the closed form.
 
@@ -199,7 +199,10 @@ class _Search:
         return price < self.best.ns
 
     def _least_ns(self, placed: _Placed) -> int:
-        """Return the least nanoseconds that the event simulator may find for a placement."""
+        """Return the least nanoseconds that the event simulator may find for a placement.
+
+        It is the price, on several nodes less what the closed form may overestimate.
+        """
         unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
         return placed.ns - placed.ns * OVERPRICED_PERMILLE // 1000 if unsure else placed.ns
 

@@ -227,7 +227,7 @@ def _node(request: Request, loads: RowLoads, items: Ints, limits: BinLimits, nod
 
 
 def _score(request: Request, placed: Placed) -> int:
-    """Return the bytes that are moved, plus a price in bytes for exceeding limits, because that has to be levelled."""
+    """Return the bytes that are moved, plus a price in bytes for exceeding limits, because rows will have to move."""
     longest = int(request.batch.lengths.max())
     return placed.bytes + placed.violation * VIOLATION_WEIGHT * longest * _key_bytes(request) // 1_000_000
 

@@ -399,7 +399,8 @@ def within_limits(bins, giver, taker, load, rows):
 def exchange_change(table, visit, other, move, kind, best):
     """Return how an exchange changes the keys that both bins fetch.
 
-    If it saves no more than ``best``, the result may be inexact, but is not below ``best``.
+    If its first parts together save no more than ``best``, the others are not counted; the result is then not below
+    ``best``.
     """
     item, home, to = visit.item, visit.item.bin, visit.to
     stay_lo, stay_hi = (item.lo, move.lo) if move.lo > item.lo else (move.hi, item.hi)

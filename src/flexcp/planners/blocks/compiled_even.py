@@ -133,7 +133,10 @@ def make_units(work, targets):
 
 @compiled
 def write_units(items, work, fixed, units, limit, ruler):
-    """Write the work that is not fixed as items of units, and the room that units have left; return the item count."""
+    """Write the work that is not ``fixed`` as items of units, and the room that units have left; return the item count.
+
+    Fixed work, whole items on a rank of a team, only takes up room. ``limit`` is the largest load of each rank.
+    """
     ranks, n, left = len(limit), 0, limit.copy()
     for i in range(len(work)):
         load = load_of(ruler, work[i, 2], work[i, 3], work[i, 4])
@@ -181,7 +184,7 @@ def pass_rows(passing, n, donor, taker, ways, rows):
 
 @compiled
 def as_work(work, fixed, items, n, units):
-    """Return the fixed work and the items as a work table."""
+    """Return a work table of the fixed rows of ``work`` and of the first ``n`` items."""
     found, count = np.zeros((len(work) + n, 5), np.int64), 0
     for i in range(len(work)):
         if fixed[i]:
@@ -237,7 +240,7 @@ def cheapest_taker(passing, ways, donor, rows, limit):
 
 @compiled_inline
 def end_rows(items, i, end, rows):
-    """Return the first and last row of the first (``end`` 0) or last (1) ``rows`` rows of an item."""
+    """Return the first and last row (exclusive) of the first (``end`` 0) or last (1) ``rows`` rows of item ``i``."""
     return (items[i, HI] - rows, items[i, HI]) if end == 1 else (items[i, LO], items[i, LO] + rows)
 
 

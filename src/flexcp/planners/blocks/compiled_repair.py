@@ -92,7 +92,8 @@ class Move(NamedTuple):
 def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
     """Move, cut and exchange items out of the worst bin while that lowers violation x weight + keys fetched.
 
-    Return (item count, pairs tried). ``moves`` is the most moves.
+    Return (item count, pairs tried). ``moves`` is the most moves, ``weight`` the cost in keys of exceeding a limit by
+    the mean load or the mean rows of a bin.
     """
     table, held = with_chains(items, n, reads), filled(items, n, cap_load, cap_rows)
     tried, count = tried_items(items, n, table.chain, bins)

@@ -41,7 +41,7 @@ from flexcp.masks.nested import FEW, NOT_NESTED
 
 Ints = NDArray[np.int64]
 THIN = 12
-"""A slice with at least this many times more keys than rows, at least half of the pairs seen, is thin."""
+"""A slice with at least this many times as many keys as rows, and at least half of its pairs seen, is thin."""
 REPAIR_MOVES = 64
 """The most moves of one repair."""
 VARIANTS = np.array([True, True, False, True, False]), np.array([0, 100, 0, -200, 100])
@@ -62,7 +62,7 @@ UNLIMITED = 1 << 36
 ENOUGH = 2
 """After this many variants that keep all limits, or one that also fetches no keys, no more are tried."""
 SWEEPS = 2
-"""How often climbing looks at every item."""
+"""How often climbing looks at every item at most."""
 VIOLATION_WEIGHT = 8
 """A bin that exceeds a limit by the mean costs as much as fetching the keys of the longest document this many times."""
 

@@ -118,7 +118,7 @@ def least_limit(items, low, high, bins):
 
 @compiled_leaf
 def share_of(amount, tokens, of):
-    """Return ``amount * tokens / of`` without exceeding 64 bits."""
+    """Return ``amount * tokens / of``, rounded down, without exceeding 64 bits."""
     return amount // of * tokens + amount % of * tokens // of
 
 

@@ -235,7 +235,7 @@ def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pi
     slack, poured = max(1, 100 // settings.slack), settings.long == "poured"
 
     def dealt(items: Ints, ranks: Ints, size: int) -> list[Ints]:
-        """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of all ranks."""
+        """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of the ranks to deal to."""
         if len(ranks) == size:
             return [items]
         room = 0 if request.token_cap is None else request.token_cap * size

@@ -141,7 +141,7 @@ def _packed(start: Ints, length: Ints, positions: int) -> list[Ranges]:
 
 
 def _evenly(ranges: Ranges, parts: int) -> list[Ranges]:
-    """Lay ranges (starts, stops) end to end in stream order and cut them into ``parts`` parts of as many tokens."""
+    """Cut ranges (starts, stops), taken in stream order, into ``parts`` parts with equal numbers of tokens."""
     order = np.argsort(ranges[0], kind="stable")
     start, stop = ranges[0][order], ranges[1][order]
     before = np.cumsum(stop - start) - (stop - start)
