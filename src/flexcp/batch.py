@@ -127,9 +127,9 @@ class Batch:
 
     @cached_property
     def trees(self) -> dict[int, tuple[Tree | None, ...]]:
-        """The documents that are trees under at least one mask: the document's tree under each mask.
+        """The documents that are trees under at least one mask: document number to its tree under each mask.
 
-        An entry is None for a mask under which the document is one sequence.
+        An entry is None for a mask that makes no tree of the document; it is then one sequence under that mask.
         """
         may = {rule for mask in self.masks for rule in mask.rules if rule.name in mask_algebra.MAY_BRANCH}
         made: dict[tuple[Mask, int], Tree | None] = {}

@@ -290,10 +290,10 @@ class CostModel:
 
 
 def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
-    """Return the contention of a cost model file.
+    """Return the contention of a cost model file, and remove the fields of version 1 from ``given``.
 
-    A file of version 1 has three fields for one margin instead of rows. They are removed from ``given``, and replace
-    the row of that margin in the default.
+    A file of version 1 has three fields for one margin instead of rows. They replace the row of that margin in the
+    default; if they say that nothing slows down, the result is ``NO_CONTENTION``.
     """
     old = {name: given.pop(name) for name in _OLD_FIELDS if name in given}
     if "contention" not in given:
@@ -319,7 +319,7 @@ def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
 
 
 def row_for(rows: Sequence[Contention], margin: int) -> Contention:
-    """Return the row with the largest margin that is not above ``margin``."""
+    """Return the row with the largest margin that is not above ``margin``; ``rows`` ascend by margin, from 0 on."""
     return [row for row in rows if row.margin <= margin][-1]
 
 

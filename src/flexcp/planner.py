@@ -1,7 +1,8 @@
 """Planner: the public entry point of planning.
 
 A planner is made once per training run and called once per batch. Planning is integer arithmetic: it needs no torch,
-reads no clock, and gives the same plan on every rank.
+reads no clock, and gives the same plan on every rank. (Only ``hypergraph``, which ``auto`` also tries at high effort,
+and ``dcp`` call a partitioner that computes with floating point; their plans must be made once and shared.)
 """
 
 from __future__ import annotations

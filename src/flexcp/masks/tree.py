@@ -49,7 +49,7 @@ class Tree:
 
     @cached_property
     def after(self) -> Ints:
-        """For each segment, the first segment after its subtree."""
+        """For each segment, the first segment after its subtree; the number of segments if there is none."""
         parents, size = self.parents.tolist(), [1] * len(self.parents)
         for segment in range(len(size) - 1, -1, -1):
             if parents[segment] != ROOT:
@@ -71,7 +71,7 @@ class Tree:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether the tree does not branch: on its path, every token comes right after the token before it."""
+        """Whether the tree does not branch: every token comes right after its predecessor on the path."""
         return bool(np.all((self.above == self.starts) | (self.lengths == 0)))
 
     @cached_property
@@ -290,7 +290,11 @@ def _window_slices(found: Tree, left: int) -> Ints:
 
 
 def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
-    """Yield (segment, ancestor) for each ancestor that the segment's first token still sees, itself included."""
+    """Yield (segment, ancestor) for each ancestor that the segment's first token still sees, itself included.
+
+    A token sees ``left`` tokens before it. Raise NotImplementedError if there are more than ``MAX_WINDOW_SLICES``
+    pairs.
+    """
     parents, lengths, above = (x.tolist() for x in (found.parents, found.lengths, found.above))
     count = 0
     for segment, depth in enumerate(above):

@@ -44,7 +44,7 @@ class TokenTree:
 
     @property
     def saved(self) -> int:
-        """How many tokens the tree has less than the sequences together."""
+        """How many fewer tokens the tree has than the sequences together."""
         return int(self.tree.sequence_lengths.sum()) - len(self)
 
 

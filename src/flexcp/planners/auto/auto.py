@@ -68,7 +68,7 @@ OVERPRICED_PERMILLE = 50
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
 LARGE = 400_000
-"""Below ``HIGH_EFFORT``, static methods with more transfers in the backward are not scheduled if there is another plan."""
+"""Below ``HIGH_EFFORT``, static methods with more transfers in the backward are only scheduled if nothing else is."""
 MANY_DOCUMENTS = 65_536
 """With more documents than this, no candidate is tried for a small gain."""
 WORTH_TRYING = 128
