@@ -30,8 +30,9 @@ FEW_PAIRS = 1 << 12
 class LayerMask:
     """One of the model's masks over the whole batch.
 
-    ``layers`` is how many layers of the model use the mask. ``rules`` holds one rule for all documents or one per
-    document; ``slices[first[d]:first[d + 1]]`` are the slices of document d.
+    ``layers`` is how many layers of the model use the mask. ``rules`` holds one :class:`~flexcp.masks.Mask` for all
+    documents or one per document; ``slices[first[d]:first[d + 1]]`` are the slices of document d
+    (:mod:`flexcp.masks.slices`).
     """
 
     name: str
@@ -41,7 +42,7 @@ class LayerMask:
     slices: Ints
 
     def rule(self, document: int) -> Mask:
-        """Return the rule of a document."""
+        """Return the :class:`~flexcp.masks.Mask` of a document."""
         return self.rules[document if len(self.rules) > 1 else 0]
 
     def of_documents(self, documents: Ints) -> tuple[Ints, Ints]:
@@ -85,7 +86,10 @@ class LayerMask:
         return _summed(index, areas, len(documents))
 
     def cuts(self, documents: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> tuple[Ints, Ints]:
-        """Return (position in ``documents``, slice) for each non-empty slice cut to the given rows and keys."""
+        """Return (position in ``documents``, slice) for each non-empty slice, cut to the given rows and keys.
+
+        Rows are ``q0 <= q < q1`` and keys ``k0 <= k < k1``, one range for each listed document.
+        """
         index, at = self._meeting(documents, q0, q1)
         found = mask_algebra.cut(self.slices[at], q0[index], q1[index], k0[index], k1[index])
         keep = ~mask_algebra.is_empty(found)
@@ -113,7 +117,7 @@ class Batch:
         return len(self.lengths)
 
     def mask(self, name: str | None = None) -> LayerMask:
-        """Return the mask with the given name, or the first mask if ``name`` is None."""
+        """Return the mask with the given name, or the first mask if ``name`` is None; raise ValueError if unknown."""
         if name is None:
             return self.masks[0]
         for mask in self.masks:
@@ -123,9 +127,9 @@ class Batch:
 
     @cached_property
     def trees(self) -> dict[int, tuple[Tree | None, ...]]:
-        """The documents that are trees under at least one mask: the document's tree under each mask.
+        """The documents that are trees under at least one mask: document number to its tree under each mask.
 
-        An entry is None for a mask under which the document is one sequence.
+        An entry is None for a mask that makes no tree of the document; it is then one sequence under that mask.
         """
         may = {rule for mask in self.masks for rule in mask.rules if rule.name in mask_algebra.MAY_BRANCH}
         made: dict[tuple[Mask, int], Tree | None] = {}
@@ -160,7 +164,7 @@ class Batch:
         return total
 
     def take(self, documents: Sequence[int]) -> Batch:
-        """Return a batch of the given documents, in the given order."""
+        """Return a batch of the documents with the given numbers, in the given order."""
         index = np.asarray(documents, np.int64)
         lengths = self.lengths[index]
         masks = []
@@ -172,13 +176,14 @@ class Batch:
         return Batch(lengths, offsets(lengths), tuple(masks))
 
     def document_of(self, tokens: Ints) -> Ints:
-        """Return the document that each stream token belongs to."""
+        """Return the number of the document that each stream token belongs to."""
         return np.searchsorted(self.starts, tokens, side="right") - 1
 
     def split_by_document(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Cut the stream ranges ``start <= t < stop`` at document borders: (range index, document, q0, q1).
+        """Cut the stream ranges ``start <= t < stop`` at document borders; return (range index, document, q0, q1).
 
-        The parts of ranges beyond the last document (padding) are left out.
+        Each part is the rows ``q0 <= q < q1`` of its document. The parts of ranges beyond the last document (padding)
+        are left out.
         """
         stop = np.minimum(stop, self.tokens)
         keep = np.flatnonzero(start < stop)
@@ -198,9 +203,10 @@ def make_batch(
     mask: MaskLike | None = None,
     masks: Mapping[str, tuple[MaskLike, int]] | None = None,
 ) -> Batch:
-    """Check the arguments and make a batch of them.
+    """Make a batch of documents of the given lengths; raise ValueError if an argument is wrong.
 
-    Give either ``mask`` (one for all documents, or one per document) or ``masks={"name": (mask, layers), ...}``.
+    Give either ``mask`` (one for all documents, or one per document; used by one layer) or
+    ``masks={"name": (mask, layers), ...}``.
     """
     array = _checked_lengths(lengths)
     if (mask is None) == (masks is None):
@@ -223,7 +229,10 @@ def make_batch(
 
 
 def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) -> LayerMask:
-    """Check one of the model's masks and find its slices for documents of the given lengths."""
+    """Check one of the model's masks and find its slices for documents of the given lengths.
+
+    Raise ValueError if it is no mask, does not fit a length, or is a list that does not have one mask per document.
+    """
     if isinstance(mask, Mask):
         rules: tuple[Mask, ...] = (mask,)
         documents, slices = mask.slices_of(lengths)
@@ -251,7 +260,7 @@ def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) ->
 
 
 def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
-    """Return the document lengths as an array, or raise if they are no positive integers of a supported size."""
+    """Return the document lengths as an array; raise ValueError if they are no positive integers of supported size."""
     try:
         given = np.asarray(lengths)
     except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor on a device

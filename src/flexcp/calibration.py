@@ -24,11 +24,12 @@ from flexcp.io.plain_values import shown
 
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
+"""The fields of a :class:`~flexcp.clusters.Cluster` that a calibration may replace."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of the cost model on shapes it was not fitted to.
+    """Relative errors of the cost model on shapes it was not fitted to (0.05 is 5 %).
 
     ``count`` is the number of shapes; ``median``, ``p90`` (90th percentile) and ``worst`` are over these shapes.
     """
@@ -53,7 +54,10 @@ class CallPrices:
 
 @dataclass(frozen=True)
 class TileTimes:
-    """Prices of the Hopper kernel on a GPU with ``multiprocessors`` multiprocessors, for one pair of head sizes."""
+    """Prices of the Hopper kernel on a GPU with ``multiprocessors`` multiprocessors, for one pair of head sizes.
+
+    ``head_dim`` and ``v_head_dim`` are the sizes of a key head and a value head.
+    """
 
     multiprocessors: int
     head_dim: int
@@ -63,7 +67,7 @@ class TileTimes:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TileTimes:
-        """Read the values that ``dataclasses.asdict`` gives, as JSON stores them."""
+        """Make tile times of the values that ``dataclasses.asdict`` gives for them, as JSON stores them."""
         forward, backward = (
             CallPrices(tuple(tuple(map(float, x)) for x in values[way]["launches"]), float(values[way]["call_ns"]))
             for way in ("forward", "backward")
@@ -108,7 +112,7 @@ HINT = "flexcp calibrate --write makes such a file"
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a calibration file, or a file with a cost model alone."""
+    """Read a calibration file, or a file with a cost model alone; raise ValueError if it is neither."""
     values = read_json(path, "cost model", HINT)
     form = values.get("format") if isinstance(values, Mapping) else None
     if form == COST_FORMAT:
@@ -140,7 +144,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _cost(path: Path, values: Any) -> CostModel:
-    """Read the cost model in ``values``; errors name the file."""
+    """Read the cost model in ``values``; raise ValueError, naming the file ``path``, if it is none."""
     try:
         return CostModel.from_json(values)
     except (ValueError, TypeError, AttributeError) as error:

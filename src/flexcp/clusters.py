@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from numbers import Real
 
 NOMINAL_SPEED = 1000
+"""The speed of a rank that computes as fast as its preset, in per mille."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A machine to plan for.
+    """Nodes and ranks to plan for, and their speeds.
 
     ``gflops`` is a rank's dense bf16 peak; ``intra_mbps`` and ``inter_mbps`` are megabytes per second one rank can send
     (and at the same time receive) inside its node and across nodes; ``latency_ns`` is the start-up cost of one
-    transfer. ``speeds`` is each rank's compute speed in per mille of ``gflops``, empty when all are nominal.
+    transfer. ``speeds`` is each rank's compute speed in per mille of ``gflops``, empty when all are nominal. Wrong
+    values raise ValueError.
     """
 
     name: str
@@ -73,8 +75,9 @@ class Cluster:
     def memory_mbps(self) -> int:
         """Memory bandwidth of a rank in megabytes per second.
 
-        It is the preset's bandwidth. A cluster that is no preset is given the bandwidth per FLOP of an H100, but at
-        least that of a CPU rank. This is no field of the cluster because only the simulator uses it, for copies.
+        It is the bandwidth of the preset with the cluster's ``name``. A cluster with another name is given the
+        bandwidth per FLOP of an H100, but at least that of a CPU rank. This is no field of the cluster because only the
+        simulator uses it, for copies.
         """
         preset = _PRESETS.get(self.name)
         if preset is None:
@@ -84,7 +87,7 @@ class Cluster:
 
     @property
     def node_spans_hosts(self) -> bool:
-        """Whether a node consists of several hosts joined by fast links, as in a GB200 rack."""
+        """Whether a node consists of several hosts joined by fast links, as in a GB200 rack; False if not a preset."""
         return self.name in _PRESETS and _PRESETS[self.name].spans_hosts
 
     def node_of(self, rank: int) -> int:
@@ -147,6 +150,7 @@ def cluster(
 
     ``cluster("h100:4x8")`` is short for the same. The name may be in upper or lower case. ``ranks_per_node`` is 8 by
     default, and 72 for ``gb200``, whose node is a rack. ``speeds`` is one factor per rank; 1.0 is the preset's speed.
+    Raise ValueError for an unknown name or a wrong shape.
     """
     if not isinstance(name, str):
         raise ValueError(f"a cluster has a preset's name, one of {', '.join(_PRESETS)}; got {name!r}")
@@ -176,7 +180,7 @@ def cluster(
 
 
 def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Convert speed factors to per mille, or raise if one is not a finite positive number."""
+    """Convert speed factors to per mille; raise ValueError if one is not a finite number of at least 0.001."""
     if not isinstance(speeds, Sequence) and not hasattr(speeds, "__len__"):
         raise ValueError(f"speeds= is one factor per rank, as in [1.0, 0.93]; got {speeds!r}")
     found: list[int] = []

@@ -44,11 +44,13 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 TILE_ROWS = 128
+"""Rows of a kernel tile."""
 
 PEAK_PERMILLE = {"bfloat16": 1000, "float16": 1000, "float32": 500, "float64": 62}
 """Tensor-core peak of each dtype in per mille of bf16's, as on an A100 or H100 (float32 runs as TF32)."""
 
 LARGEST = 2**62
+"""Products above this are computed in Python integers, because they may not fit 64 bits."""
 FORMAT = "flexcp-cost-1"
 
 
@@ -57,7 +59,7 @@ class Model:
     """The sizes of a transformer that its cost depends on.
 
     ``hidden`` is the width of the residual stream and ``feed_forward`` the inner width of the gated feed-forward, of
-    which a token uses ``experts_active`` copies (1 in a dense model).
+    which a token uses ``experts_active`` copies (1 in a dense model). Sizes below 1 raise ValueError.
     """
 
     name: str
@@ -109,7 +111,10 @@ class Contention:
                 )
 
     def compute(self, backward: bool) -> tuple[int, int]:
-        """Return the relative time of attention in one direction: (during a transfer, without a transfer)."""
+        """Return the time of attention in one direction: (during a transfer, without a transfer).
+
+        Both are per mille of attention alone on all multiprocessors.
+        """
         return (self.backward, self.backward_alone) if backward else (self.forward, self.forward_alone)
 
 
@@ -135,9 +140,10 @@ H200_CONTENTION_ACROSS = (
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
 """No slowdown: for CPU ranks, whose kernel times were measured while all ranks were running."""
 CONTENTIONS = ("contention", "contention_across")
+"""The fields of :class:`CostModel` that hold rows of :class:`Contention`."""
 _OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
 OLD_MARGIN, OLD_DEFAULT = 16, (1141, 1160, 930)
-"""The one margin that cost models of plan version 1 describe, and the defaults of the three fields that describe it."""
+"""The one margin that cost models of plan version 1 describe, and the defaults of the three fields for it."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +152,14 @@ class CostModel:
 
     Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for :func:`dense_model`.
     ``row_tile_pairs`` is the fixed price of 128 rows of one head, in pairs; ``kernel_ns`` the price of starting a
-    kernel; ``message_ns`` the price of each further peer in an exchange. ``contention`` says how compute and transfers
-    inside a node slow each other down, for ascending margins that begin with 0; the default is that of an H200.
-    ``contention_across`` says the same for transfers that only cross nodes, for the same margins; None stands for the
-    H200's values if ``contention`` is the H200's, and for ``contention`` otherwise. ``crowding`` is the per mille of
-    bandwidth that a port loses for each further message arriving in the same call; it is 0 because splitting a call
-    into rounds was never measured to be faster (docs/results/communication.md). ``token_bytes`` is the size of a
-    token's activations in one layer, 0 if not measured.
+    kernel; ``message_ns`` the price of each further peer in an exchange. ``error_permille`` is how large a predicted
+    gain must be to count as one, because predictions err. ``contention`` says how compute and transfers inside a node
+    slow each other down, for ascending margins that begin with 0; the default is that of an H200. ``contention_across``
+    says the same for transfers that only cross nodes, for the same margins; None stands for the H200's values if
+    ``contention`` is the H200's, and for ``contention`` otherwise. ``crowding`` is the per mille of bandwidth that a
+    port loses for each further message arriving in the same call; it is 0 because splitting a call into rounds was
+    never measured to be faster (docs/results/communication.md). ``token_bytes`` is the size of a token's activations in
+    one layer, 0 if not measured.
     """
 
     name: str = "analytic"
@@ -186,7 +193,7 @@ class CostModel:
             )
 
     def rows_beside(self, across: bool) -> tuple[Contention, ...]:
-        """Return the contention with transfers that only cross nodes (``across``) or with transfers inside a node."""
+        """Return the contention rows for transfers that only cross nodes (``across``) or for those inside a node."""
         if not across:
             return self.contention
         if self.contention_across is not None:
@@ -200,7 +207,10 @@ class CostModel:
         return np.asarray(-(-rows // TILE_ROWS) * self.row_tile_pairs)
 
     def attention_ns(self, work: Ints, shape: Shape, cluster: Cluster, backward: bool) -> Ints:
-        """Return the time of each rank for ``work[rank]`` pairs x query heads, in which row tiles are included."""
+        """Return the nanoseconds of each rank for ``work[rank]`` pairs x query heads, in one direction.
+
+        ``work`` includes the price of row tiles (:meth:`row_tiles_work`).
+        """
         efficiency = self.backward_efficiency if backward else self.forward_efficiency
         flops = (5 if backward else 2) * (shape.head_dim + shape.v_head_dim)
         return _times(work, flops, efficiency, shape, cluster)
@@ -212,14 +222,17 @@ class CostModel:
         return (self.model or dense_model(shape)).linear_flops_per_token(shape)
 
     def linear_ns(self, tokens: Ints, shape: Shape, cluster: Cluster) -> Ints:
-        """Return the time of each rank for ``tokens[rank]`` tokens in one layer outside attention.
+        """Return the nanoseconds of each rank for ``tokens[rank]`` tokens in one layer outside attention.
 
-        It includes the backward, which takes twice the FLOPs of the forward.
+        They include the backward, which takes twice the FLOPs of the forward.
         """
         return _times(tokens, 3 * self.linear_flops(shape), self.linear_efficiency, shape, cluster)
 
     def head_ns(self, tokens: Ints, flops_per_token: int, shape: Shape, cluster: Cluster) -> Ints:
-        """Return the time of each rank to project ``tokens[rank]`` tokens to the vocabulary, forward and backward."""
+        """Return the nanoseconds of each rank to project ``tokens[rank]`` tokens to the vocabulary.
+
+        Forward and backward are included; ``flops_per_token`` are those of the forward.
+        """
         return _times(tokens, 3 * flops_per_token, self.linear_efficiency, shape, cluster)
 
     def pairs_per_token(self, shape: Shape) -> int:
@@ -233,7 +246,10 @@ class CostModel:
     # --- links --------------------------------------------------------------------------------------------------------
 
     def link_ns(self, size: Ints, mbps: int) -> Ints:
-        """Return the time of ``size`` bytes through a port of ``mbps`` megabytes per second, without the start-up."""
+        """Return the nanoseconds of ``size`` bytes through a port of ``mbps`` megabytes per second.
+
+        The start-up of the transfer is not included.
+        """
         return _divided_up(size, 1_000_000, mbps * self.link_efficiency)
 
     # --- files --------------------------------------------------------------------------------------------------------
@@ -253,7 +269,10 @@ class CostModel:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CostModel:
-        """Make a cost model of the values that :meth:`to_json` gives; missing values have their defaults."""
+        """Make a cost model of the values that :meth:`to_json` gives; missing values have their defaults.
+
+        Raise ValueError for unknown fields and wrong values.
+        """
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             raise ValueError(f'this is no cost model: it must be a JSON object with "format": "{FORMAT}"')
         given = {key: value for key, value in values.items() if key != "format"}
@@ -271,10 +290,10 @@ class CostModel:
 
 
 def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
-    """Return the contention of a cost model file.
+    """Return the contention of a cost model file, and remove the fields of version 1 from ``given``.
 
-    A file of version 1 has three fields for one margin instead of rows. They are removed from ``given``, and replace
-    the row of that margin in the default.
+    A file of version 1 has three fields for one margin instead of rows. They replace the row of that margin in the
+    default; if they say that nothing slows down, the result is ``NO_CONTENTION``.
     """
     old = {name: given.pop(name) for name in _OLD_FIELDS if name in given}
     if "contention" not in given:
@@ -291,7 +310,7 @@ def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
 
 
 def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
-    """Read the contention rows in ``given[name]``, or raise if they are no rows of numbers."""
+    """Read the contention rows in ``given[name]``; raise ValueError if they are no rows of numbers."""
     rows = given[name]
     size = len(fields(Contention))
     if not isinstance(rows, list | tuple) or any(not isinstance(r, list | tuple) or len(r) != size for r in rows):
@@ -300,7 +319,7 @@ def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
 
 
 def row_for(rows: Sequence[Contention], margin: int) -> Contention:
-    """Return the row with the largest margin that is not above ``margin``."""
+    """Return the row with the largest margin that is not above ``margin``; ``rows`` ascend by margin, from 0 on."""
     return [row for row in rows if row.margin <= margin][-1]
 
 
@@ -316,7 +335,10 @@ def _one_margin(rows: Sequence[Contention]) -> dict[str, int]:
 
 
 def _times(amount: Ints, flops_each: int, efficiency: int, shape: Shape, cluster: Cluster) -> Ints:
-    """Return the nanoseconds that each rank takes for its amount of work, rounded up."""
+    """Return the nanoseconds that each rank takes for ``amount[rank]`` units of ``flops_each`` FLOPs, rounded up.
+
+    ``efficiency`` is per mille of the rank's peak.
+    """
     # GFLOP/s are FLOPs per nanosecond; efficiency, dtype and speed are in per mille, hence the 10**9.
     peak = cluster.gflops * efficiency * PEAK_PERMILLE[shape.dtype]
     if len(set(cluster.rank_speeds)) == 1:
@@ -341,13 +363,16 @@ def _exactly_divided_up(amount: Ints, numerator: int, denominator: Any) -> Ints:
 
 
 def _check_number(owner: str, field: str, value: Any, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``."""
+    """Raise ValueError unless ``value`` is an integer of at least ``least``; ``owner`` and ``field`` name it."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"a {owner} needs {field} as a whole number of at least {least}; got {shown(value)}")
 
 
 def _check_fields(kind: type[Any], given: Mapping[str, Any], owner: str) -> None:
-    """Raise if ``given`` has unknown names or lacks a required one; the dataclass ``kind`` checks the values itself."""
+    """Raise ValueError if ``given`` has unknown names, lacks a required one, or its name is no text.
+
+    The dataclass ``kind`` checks the other values itself; ``owner`` names it.
+    """
     known = [f.name for f in fields(kind)]
     unknown = sorted(set(given) - set(known))
     if unknown:

@@ -1,7 +1,8 @@
 """Planner: the public entry point of planning.
 
 A planner is made once per training run and called once per batch. Planning is integer arithmetic: it needs no torch,
-reads no clock, and gives the same plan on every rank.
+reads no clock, and gives the same plan on every rank. (Only ``hypergraph``, which ``auto`` also tries at high effort,
+and ``dcp`` call a partitioner that computes with floating point; their plans must be made once and shared.)
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Planner:
     their backward, as ``plan.memory(rank).total`` counts them. ``max_peers`` caps the other ranks that a rank exchanges
     with (``plan.peers(rank)``), because each needs a connection with buffers. A plan over a cap is refused.
 
-    ``keep_kv`` is how many bytes a rank may use, over all layers, to keep keys received in the forward for the
-    backward, so that they do not travel again; static strategies always send them again. With ``latent``, keys and
+    ``keep_kv`` is how many bytes a rank may use, over all layers, to keep keys and values received in the forward for
+    the backward, so that they do not travel again; static strategies always send them again. With ``latent``, keys and
     values travel as that many numbers per token for all heads (multi-latent attention, ``kv_heads=1``), and
     :func:`flexcp.latent_attention` runs the plan.
 
@@ -124,10 +125,12 @@ class Planner:
 
         ``mask`` is one mask for all documents or a list with one per document; without ``mask`` and ``masks`` it is
         causal. It holds for every layer of the ``model``, or for one layer if the planner has no model. ``masks`` names
-        several masks with their layer counts. ``layout`` keeps tokens on the ranks that have them (``"contiguous"``,
-        ``"zigzag"``, or an index array per rank). ``tokens="equal"`` gives every rank the same token count, padded to a
-        multiple of ``pad_to``; ``"balanced"`` lets counts differ a little; ``"priced"`` lets ``blocks`` balance the sum
-        of attention and the rest of the layer.
+        several masks with their layer counts, ``{"name": (mask, layers), ...}``. ``layout`` keeps tokens on the ranks
+        that have them (``"contiguous"``, ``"zigzag"``, or an index array per rank); ``"free"`` lets the planner place
+        them. ``tokens="equal"`` gives every rank the same token count, padded to a multiple of ``pad_to``;
+        ``"balanced"`` lets counts differ a little; ``"priced"`` lets ``blocks`` balance the sum of attention and the
+        rest of the layer. Raise ValueError for wrong arguments, and if the strategy cannot plan the batch within the
+        planner's caps.
         """
         batch = self._batch(lengths, mask, masks)
         return self._planned(batch, layout, tokens, pad_to)
@@ -143,9 +146,9 @@ class Planner:
     ) -> list[tuple[list[int], Plan]]:
         """Split a global batch into as few micro-batches as fit the planner's caps; return (documents, plan) of each.
 
-        The caps are ``max_tokens_per_rank`` and ``max_memory_per_rank``. Micro-batches are balanced in predicted time,
-        and each spans all ranks. ``documents`` are indices into ``lengths`` in stream order; every document is in
-        exactly one micro-batch.
+        The caps are ``max_tokens_per_rank`` and ``max_memory_per_rank``, of which one must be set. Micro-batches are
+        balanced in predicted time, and each spans all ranks. ``documents`` are indices into ``lengths`` in stream
+        order; every document is in exactly one micro-batch. Raise ValueError if even a document alone does not fit.
         """
         if self.max_tokens_per_rank is None and self.max_memory_per_rank is None:
             raise ValueError(
@@ -171,7 +174,7 @@ class Planner:
     def _batch(
         self, lengths: Sequence[int] | Any, mask: MaskLike | None, masks: Mapping[str, tuple[MaskLike, int]] | None
     ) -> Batch:
-        """Make the batch. A single mask is used by all layers of the model, or by one layer if there is no model."""
+        """Make the batch; a single mask is used by all layers of the model, or by one layer if there is no model."""
         if masks is None:
             layers = 1 if self.cost.model is None else self.cost.model.layers
             return make_batch(lengths, masks={"mask": (causal() if mask is None else mask, layers)})
@@ -184,7 +187,10 @@ class Planner:
         return other
 
     def _planned(self, batch: Batch, layout: str | Sequence[Sequence[int]], tokens: str, pad_to: int | None) -> Plan:
-        """Plan a batch with the planner's strategy; raise if no plan fits its caps."""
+        """Plan a batch with the planner's strategy.
+
+        Raise ValueError if options contradict each other, Refused if the plan would be over the planner's caps.
+        """
         maps = user_layout(layout, batch.tokens, self.cluster.ranks)
         equal = _checked_tokens(tokens, pad_to, maps is not None)
         if (equal or maps is not None) and self.token_tolerance is not None:
@@ -223,7 +229,7 @@ class Planner:
 
 
 def _checked_training(training: Training | None, model: Model | None) -> Training | None:
-    """Return ``training``, or raise if it is of another type or contradicts ``model``."""
+    """Return ``training``; raise ValueError if it is of another type or contradicts ``model``."""
     if not isinstance(training, Training | None):
         raise ValueError(
             f"training= is a flexcp.Training or None, for what a step has beyond its layers; got {training!r}"
@@ -234,7 +240,7 @@ def _checked_training(training: Training | None, model: Model | None) -> Trainin
 
 
 def _checked_tolerance(name: str, value: float | None) -> float | None:
-    """Return a tolerance as a float, or raise if it is not a finite number of at least 0."""
+    """Return a tolerance as a float; raise ValueError if it is not a finite number of at least 0. None stays None."""
     if value is None:
         return None
     if not isinstance(value, Real) or not (value >= 0 and math.isfinite(value)):
@@ -243,7 +249,10 @@ def _checked_tolerance(name: str, value: float | None) -> float | None:
 
 
 def _checked_count(name: str, value: int | None, least: int, what: str) -> int | None:
-    """Return a count as an int, or raise if it is not an integer of at least ``least``; ``what`` explains it."""
+    """Return a count as an int; raise ValueError if it is not an integer of at least ``least``. None stays None.
+
+    ``name`` and ``what`` (what it counts) are for the message.
+    """
     if value is None:
         return None
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -252,7 +261,10 @@ def _checked_count(name: str, value: int | None, least: int, what: str) -> int |
 
 
 def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
-    """Return whether ``tokens`` is "equal", or raise if the options contradict each other."""
+    """Return whether ``tokens`` is "equal"; raise ValueError if the options contradict each other.
+
+    ``fixed`` says that the layout is fixed.
+    """
     if tokens not in ("balanced", "priced", "equal"):
         raise ValueError(f"tokens must be 'balanced', 'priced' or 'equal'; got {tokens!r}")
     if pad_to is not None and (tokens != "equal" or not isinstance(pad_to, int) or pad_to < 1):

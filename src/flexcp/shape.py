@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one number of each supported dtype."""
 
 
 class Kind(IntEnum):
-    """What a piece holds."""
+    """What a piece of a message holds: queries, keys and values, outputs, or the gradient of one of these."""
 
     Q = 0
     KV = 1
@@ -35,7 +36,9 @@ class Kind(IntEnum):
 
 
 QUERY_SIDED = (Kind.Q, Kind.O, Kind.DO, Kind.DQ)
+"""Kinds that belong to rows and count query heads."""
 OUTPUTS = (Kind.O, Kind.DQ, Kind.DKV)
+"""Kinds that are results of attention; they travel to the rank that keeps the tokens."""
 IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
 """``IS_OUTPUT[kind]`` is whether a kind is an output; indexing with a column of kinds is faster than ``np.isin``."""
 
@@ -44,14 +47,17 @@ IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
 class Field:
     """One of the tensors that a piece consists of.
 
-    ``name`` is the tensor's name on a shelf. ``width`` names the field of :class:`Shape` with the size of its last
+    ``name`` is the tensor's name in the executor. ``width`` names the field of :class:`Shape` with the size of its last
     dimension; None means one number per token and head.
     """
 
     name: str
     width: str | None
     precise: bool | None
-    """True: always the accumulator dtype. False: always the model's. None: the accumulator's in a partial piece."""
+    """True: always in the accumulator's dtype. False: always in the model's. None: in the accumulator's if partial.
+
+    A partial piece is a result that has still to be added to others.
+    """
 
     def numbers(self, shape: Shape) -> int:
         """Return how many numbers the tensor holds per token and head."""
@@ -66,6 +72,7 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.DQ: (Field("dq", "head_dim", None),),
     Kind.DKV: (Field("dk", "head_dim", None), Field("dv", "v_head_dim", None)),
 }
+"""The tensors that a piece of each kind consists of."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,12 @@ class Shape:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one number of an activation."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of one element of a partial result, an LSE or a delta."""
+        """Bytes of one number of a partial result, an LSE or a delta."""
         return 8 if self.dtype == "float64" else 4
 
     def kv_range(self, h0: Ints, h1: Ints) -> tuple[Ints, Ints]:
@@ -124,7 +132,10 @@ class Shape:
         return h0 // self.queries_per_key, -(-h1 // self.queries_per_key)
 
     def bytes_per_token_head(self) -> Ints:
-        """Return the bytes per token and head of a piece, as a table ``[kind, partial]``."""
+        """Return the bytes per token and head of a piece, as a table ``[kind, partial]``, with 1 for partial results.
+
+        Heads are query heads, or KV heads for keys, values and their gradients.
+        """
         return _bytes_per_token_head(self)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flexcp.arrays.jit import compiled
 
 SHORT_RUN = 16
+"""How many neighbouring keys are sorted by insertion before runs are merged."""
 
 
 @compiled

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 MARKED = 1 << 22
-"""The largest table of marks, in bytes; values beyond it are sorted instead."""
+"""The largest table of marks, in bytes; if ``below`` is larger, values are sorted instead."""
 
 
 def distinct(values: Ints, below: int | None = None) -> Ints:

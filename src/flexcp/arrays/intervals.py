@@ -28,7 +28,7 @@ def offsets(counts: Ints) -> Ints:
 
 
 def united(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the union of the intervals of each group as (group, start, stop), sorted by group and start.
+    """Return the union of the half-open intervals of each group as (group, start, stop), sorted by group and start.
 
     Intervals that overlap or touch are merged, and empty ones are left out.
     """
@@ -51,7 +51,10 @@ def united(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints]:
-    """Return the index pairs (i, j) of intervals that share a point; the *other* ones must be sorted and disjoint."""
+    """Return the index pairs (i, j), as two arrays, of half-open intervals i and *other* ones j that share a point.
+
+    The other intervals must be sorted and disjoint. Pairs are sorted by i, then j.
+    """
     first = np.searchsorted(other_stop, start, side="right")
     last = np.searchsorted(other_start, stop, side="left")
     index, within = spread(np.where(start < stop, np.maximum(last - first, 0), 0))
@@ -59,9 +62,10 @@ def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def covered_once(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Return the union of the intervals of each group as (group, start, stop, once), sorted by group and start.
+    """Return the union of the half-open intervals of each group as (group, start, stop, once), sorted.
 
-    The union is cut into parts that exactly one interval covers (``once``) and parts that several intervals cover.
+    It is sorted by group and start, and cut into parts that exactly one interval covers (``once``) and parts that
+    several intervals cover.
     """
     if len(group) == 0:
         return group, start, stop, np.zeros(0, bool)

@@ -47,7 +47,7 @@ LOGGER.addHandler(logging.NullHandler())  # silent unless the application config
 
 
 def compiled(function: Loop) -> Loop:
-    """Return the function, compiled on first use and kept on disk if a folder can be written."""
+    """Return the function, compiled with Numba on first use; the result is kept on disk if a folder can be written."""
     return _compiled(function)
 
 
@@ -81,7 +81,10 @@ def compiled_fused(function: Loop) -> Loop:
 
 
 def _compiled(function: Loop, **options: Any) -> Loop:
-    """Return the function compiled with Numba's ``options``, and with :class:`Kept` as its cache."""
+    """Return the function compiled with Numba's ``options``, and with :class:`Kept` as its cache.
+
+    With a version of Numba that is not ``KNOWN``, options and cache are left out, and a warning is logged.
+    """
     if not KNOWN[0] <= numba.version_info.short <= KNOWN[1]:
         _warn_of_version()
         return cast(Loop, numba.njit(function))
@@ -113,7 +116,7 @@ class Kept:
         self.name = ".".join([*module.parts, function.__qualname__])
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return the compiled code of a signature from disk, or None, after which Numba compiles it."""
+        """Return the compiled code of a signature from disk, or None, in which case Numba compiles it."""
         key = _key(signature, target.codegen())
         for folder in _folders(self.source):
             try:
@@ -130,7 +133,10 @@ class Kept:
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Write compiled code to the first folder that can be written."""
+        """Write compiled code to the first folder that can be written; log a warning if there is none.
+
+        Code that needs objects of this process is not written.
+        """
         from numba.core.serialize import dumps
 
         if result.lifted or result.library.has_dynamic_globals:

@@ -50,30 +50,36 @@ def _width(column: Ints) -> int:
 
 
 class Reader:
-    """Reads blocks one after the other from ``data``; their columns may take at most ``budget`` bytes of memory."""
+    """Reads blocks one after the other from ``data``; their columns may take at most ``budget`` bytes of memory.
+
+    Data that is no sequence of blocks raises ValueError.
+    """
 
     def __init__(self, data: bytes, budget: int) -> None:
         self.data, self.at, self.budget = data, 0, budget
 
     def block(self, columns: int) -> list[Ints]:
-        """Read the next block, which must have this number of columns."""
+        """Read the next block and return its columns; it must have this number of columns."""
         (rows,) = struct.unpack("<Q", self._bytes(8))
         self.spend(rows * columns * 8, f"{rows} rows of {columns} columns")
         return [self._column(rows) for _ in range(columns)]
 
     def spend(self, amount: int, what: str) -> None:
-        """Subtract ``amount`` bytes from the memory budget, or raise if it is too small; ``what`` names their use."""
+        """Subtract ``amount`` bytes from the memory budget; raise ValueError if that is too small.
+
+        ``what`` says what the bytes are for, in the message.
+        """
         if amount > self.budget:
             raise ValueError(f"{what} is more than a file of this size may ask for")
         self.budget -= amount
 
     def end(self) -> None:
-        """Raise if bytes are left."""
+        """Raise ValueError if bytes are left."""
         if self.at != len(self.data):
             raise ValueError(f"{len(self.data) - self.at} bytes are left after the last table")
 
     def _column(self, rows: int) -> Ints:
-        """Read the next column."""
+        """Read the next column, which has ``rows`` values."""
         how, low = struct.unpack("<Bq", self._bytes(9))
         width = how & ~DIFFERENCES
         if width == 0:
@@ -86,7 +92,7 @@ class Reader:
         return np.cumsum(column, dtype=np.int64) if how & DIFFERENCES else column
 
     def _bytes(self, count: int) -> bytes:
-        """Read the next ``count`` bytes, or raise if there are fewer."""
+        """Read the next ``count`` bytes; raise ValueError if there are fewer."""
         found = self.data[self.at : self.at + count]
         if len(found) != count:
             raise ValueError("a table is cut short")

@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Base class of tables: equally long, read-only int64 columns."""
+    """Base class of tables: equally long, read-only int64 columns; columns of other lengths raise ValueError."""
 
     def __post_init__(self) -> None:
         size = None
@@ -42,7 +42,7 @@ class Table:
 
     @classmethod
     def make(cls, rows: int, **columns: Any) -> Self:
-        """Make a table of ``rows`` rows; a column may be given as one number, which is repeated."""
+        """Make a table of ``rows`` rows; a column is an array, or one number, which is repeated."""
         return cls(
             **{n: c if isinstance(c := columns[n], np.ndarray) else np.full(rows, c, np.int64) for n in cls.names()}
         )

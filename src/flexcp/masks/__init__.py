@@ -1,11 +1,11 @@
 """Masks: which (query, key) pairs of a document attend.
 
-The mask of a document is a disjoint union of *slices* (:mod:`flexcp.masks.slices`). A :class:`Mask` is the rule that
-gives the slices of a document of any length (:mod:`flexcp.masks.mask`). Users make a mask by name
-(:mod:`flexcp.masks.named`), from another description (:mod:`flexcp.masks.conversions`) or from text
-(:mod:`flexcp.masks.text`). Documents whose sequences share their beginnings are trees (:mod:`flexcp.masks.tree`), which
-:mod:`flexcp.masks.tree_of` makes from token ids; :mod:`flexcp.masks.branches` finds the tree of any mask. All names can
-be imported from here.
+The mask of a document is a disjoint union of *slices*, which are rectangles of queries x keys cut by a diagonal band
+(:mod:`flexcp.masks.slices`). A :class:`Mask` is the rule that gives the slices of a document of any length
+(:mod:`flexcp.masks.mask`). Users make a mask by name (:mod:`flexcp.masks.named`), from another description
+(:mod:`flexcp.masks.conversions`) or from text (:mod:`flexcp.masks.text`). Documents whose sequences share their
+beginnings are trees (:mod:`flexcp.masks.tree`), which :mod:`flexcp.masks.tree_of` makes from token ids;
+:mod:`flexcp.masks.branches` finds the tree of any mask. All names can be imported from here.
 """
 
 from flexcp.masks.branches import MAY_BRANCH, depths, tree_under

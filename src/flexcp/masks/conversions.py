@@ -20,11 +20,17 @@ from flexcp.masks.slices import UNBOUNDED, Ints, is_empty, overlapping_pair, tri
 SliceRow = tuple[int, int, int, int, int | None, int | None]
 
 MASK_MOD_MAX_LENGTH = 32_768
+"""The most tokens of a document for :func:`from_mask_mod`, which evaluates every pair."""
 MASK_MOD_MAX_SLICES = 4_096
+"""The most slices of a mask from :func:`from_mask_mod`."""
 
 
 def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
-    """Make an explicit mask for one document from rows ``(q0, q1, k0, k1, lo, hi)``; None for lo or hi is no limit."""
+    """Make an explicit mask for one document of ``length`` tokens from rows ``(q0, q1, k0, k1, lo, hi)``.
+
+    A row allows the pairs with ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= k - q <= hi``; None for lo or hi is no
+    limit. Raise ValueError if a row lies outside the document or two rows share a pair.
+    """
     length = document_length(length)
     table = []
     for row in slices:
@@ -75,8 +81,9 @@ def from_cu_seqlens(
 def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
     """Make an explicit mask from a FlexAttention-style ``mask_mod(b, h, q_idx, kv_idx)``, evaluated for every pair.
 
-    Masks of more than ``MASK_MOD_MAX_LENGTH`` tokens or ``MASK_MOD_MAX_SLICES`` slices are refused: slices are the
-    wrong tool for them. This is the only conversion that imports torch.
+    ``mask_mod`` is called with b and h of 0. Masks of more than ``MASK_MOD_MAX_LENGTH`` tokens or
+    ``MASK_MOD_MAX_SLICES`` slices raise NotImplementedError: slices are the wrong tool for them. This is the only
+    conversion that imports torch.
     """
     import torch
 
@@ -113,7 +120,7 @@ def _bounded(offset: int) -> int:
 
 
 def _integers(values: Any, what: str) -> Ints:
-    """Return the values as 64-bit integers, or raise if one is no integer or does not fit; ``what`` names them."""
+    """Return the values as 64-bit integers; raise ValueError if one is no integer or too large. ``what`` names them."""
     given = np.asarray(values)
     fits = given.dtype.kind in "iu" and (given.dtype != np.uint64 or int(given.max(initial=0)) < 1 << 63)
     if given.size and not fits:
@@ -122,14 +129,17 @@ def _integers(values: Any, what: str) -> Ints:
 
 
 def _required(value: int | None, row: Sequence[int | None]) -> int:
-    """Return a coordinate of a slice, or raise if it is None."""
+    """Return a coordinate of the slice ``row``; raise ValueError if it is None."""
     if value is None:
         raise ValueError(f"slice {tuple(row)}: only lo and hi may be None")
     return value
 
 
 def _united(ranges: Ints, length: int, query: int) -> Ints:
-    """Return the key ranges of one query sorted, without empty ones, and merged if they touch or overlap."""
+    """Return the key ranges of one query sorted, without empty ones, and merged if they touch or overlap.
+
+    Raise ValueError if one does not lie in ``0..length``; ``query`` is for the message.
+    """
     if len(ranges) and (ranges.min() < 0 or ranges.max() > length or np.any(ranges[:, 0] > ranges[:, 1])):
         raise ValueError(f"query {query}: key ranges {ranges.tolist()} must be start <= end within 0..{length}")
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
@@ -143,7 +153,7 @@ def _united(ranges: Ints, length: int, query: int) -> Ints:
 
 
 def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
-    """Join the key ranges of consecutive queries into slices.
+    """Join the key ranges of consecutive queries into slices; ``rows[q]`` are the ranges ``[n, 2]`` of query q.
 
     A range continues a slice if each of its ends stays the same or moves by one key per query throughout the slice.
     """

@@ -34,11 +34,18 @@ class Mask:
     table: tuple[tuple[int, ...], ...] = ()
 
     def slices(self, length: int) -> Ints:
-        """Return the trimmed, non-empty slices of a document of ``length`` tokens, int64 ``[slices, 6]``."""
+        """Return the trimmed, non-empty slices of a document of ``length`` tokens, int64 ``[slices, 6]``.
+
+        The columns are ``q0 q1 k0 k1 lo hi`` (:mod:`flexcp.masks.slices`). Raise ValueError if the mask does not fit
+        the length.
+        """
         return self.slices_of(np.array([length], np.int64))[1]
 
     def slices_of(self, lengths: Ints) -> tuple[Ints, Ints]:
-        """Return (document of each slice, slices) of documents of the given lengths, sorted by document."""
+        """Return (document of each slice, slices) of documents of the given lengths, sorted by document.
+
+        Slices are as in :meth:`slices`. Raise ValueError if the mask does not fit a length.
+        """
         if self.length is not None and np.any(lengths != self.length):
             wrong = int(lengths[lengths != self.length][0])
             raise ValueError(
@@ -93,7 +100,7 @@ def _window_words(left: int, right: int) -> str:
 
 
 def token_count(value: int) -> int:
-    """Return a number of tokens as a plain int, or raise if it is no integer."""
+    """Return a number of tokens as a plain int; raise ValueError if it is no integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -111,7 +118,7 @@ def reach(value: int) -> int:
 
 
 def document_length(value: int) -> int:
-    """Return the length of a document as a plain int, or raise if no document can have it."""
+    """Return the length of a document as a plain int; raise ValueError if no document can have it."""
     tokens = token_count(value)
     if tokens < 1:
         raise ValueError(f"a document has at least 1 token; got length {tokens}")

@@ -23,7 +23,7 @@ from flexcp.masks.tree import most_slices, tree, tree_slices
 Columns = tuple[Any, Any, Any, Any, Any, Any]
 
 MAX_ANSWERS = 1 << 14
-"""The most answers that ``shared_question`` accepts as a count: each is a slice of every document."""
+"""The most answers that ``shared_question`` accepts as a count: each adds a slice to every document."""
 
 MAX_CHUNKS = 1 << 14
 """The most chunks that a document may have under ``chunked``: each is a slice."""
@@ -39,27 +39,27 @@ def _bounded(tokens: Any) -> int:
 
 
 def full() -> Mask:
-    """Every query sees every key of its document."""
+    """Make the mask under which every query sees every key of its document."""
     return Mask("full")
 
 
 def _full_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return one slice without limits."""
+    """Return one slice for documents of ``n`` tokens, with all pairs."""
     return [(0, n, 0, n, -UNBOUNDED, UNBOUNDED)]
 
 
 def causal() -> Mask:
-    """Query i sees keys 0..i."""
+    """Make the mask under which query i sees keys 0 to i."""
     return Mask("causal")
 
 
 def _causal_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return one slice with the band k <= q."""
+    """Return one slice for documents of ``n`` tokens, with the band k <= q."""
     return [(0, n, 0, n, -UNBOUNDED, 0)]
 
 
 def window(left: int | None, right: int | None = 0) -> Mask:
-    """Query q sees key k when ``-left <= k - q <= right``; None is no limit on that side."""
+    """Make the mask under which query q sees key k when ``-left <= k - q <= right``; None is no limit on that side."""
     sides = []
     for name, value in (("left", left), ("right", right)):
         tokens = UNBOUNDED if value is None else reach(value)
@@ -77,13 +77,16 @@ def _window_of_keys(keys: int) -> Mask:
 
 
 def _window_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return one slice with the band of the window."""
+    """Return one slice for documents of ``n`` tokens, with the band of the window."""
     left, right = map(_bounded, mask.params)
     return [(0, n, 0, n, -left, right)]
 
 
 def lambda_(sink: int = 64, window: int = 4096) -> Mask:
-    """Attention sink and window: query i sees the first ``sink`` keys and the last ``window`` keys up to its own."""
+    """Make the mask of an attention sink and a window.
+
+    Query i sees the first ``sink`` keys and the last ``window`` keys, all up to and including its own.
+    """
     sink, window = reach(sink), reach(window)
     if sink < 0 or window < 1:
         raise ValueError(f"lambda needs sink >= 0 and window >= 1; got sink {sink}, window {window}")
@@ -91,17 +94,17 @@ def lambda_(sink: int = 64, window: int = 4096) -> Mask:
 
 
 def _lambda_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return two slices: the window, and the sink's keys before the window."""
+    """Return two slices for documents of ``n`` tokens: the window, and the sink's keys before the window."""
     sink, width = map(_bounded, mask.params)
     return [(0, n, 0, n, -(width - 1), 0), (0, n, 0, np.minimum(sink, n), -UNBOUNDED, -width)]
 
 
 def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.2) -> Mask:
-    """A question followed by answers; each answer sees the question and itself, all causal.
+    """Make the mask of a question followed by answers; each answer sees the question and itself, all causal.
 
     If ``answers`` is a count, ``question`` is the question's share of the document, and the rest of the document is cut
     into equal answers (the last one takes the remainder). If ``answers`` is a sequence of answer lengths, ``question``
-    is the question's length in tokens.
+    is the question's length in tokens, and the mask fits only documents with exactly as many tokens as all of these.
     """
     if not isinstance(question, Real) or not isinstance(answers, int | np.integer | Iterable):
         raise ValueError(
@@ -134,9 +137,9 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
 
 
 def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
-    """Return the tokens of the question and of one answer for each document length in ``n``, under a shared question.
+    """Return the tokens of the question and of one answer for each document length in ``n``.
 
-    The last answer of a document may be longer: it takes the remainder.
+    ``mask`` is a shared question with a number of answers. The last answer may be longer: it takes the remainder.
     """
     answers, share = int(mask.params[0]), float(mask.params[1])  # type: ignore[arg-type]
     q = np.array([int(share * int(x)) for x in n], np.int64)
@@ -144,7 +147,7 @@ def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
 
 
 def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return a slice for the keys of the question, and one for each answer."""
+    """Return slices for documents of ``n`` tokens: one with the keys of the question, and one for each answer."""
     answers, (q, each) = int(mask.params[0]), question_and_answer(mask, n)  # type: ignore[arg-type]
     columns: list[Columns] = [(0, n, 0, q, -UNBOUNDED, 0)]
     # If no document has a token for each answer, all answers but the last are empty.
@@ -156,9 +159,10 @@ def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
-    """Causal in blocks of ``block`` tokens: a query sees block 0 and the keys at most ``local * block`` tokens back.
+    """Make a causal mask in blocks of ``block`` tokens.
 
-    Queries of the first and of the last block see all keys up to their own.
+    A query sees the keys of block 0 and those at most ``local * block`` tokens back. Queries of the first and of the
+    last block see all keys up to their own.
     """
     block, local = reach(block), reach(local)
     if block < 1 or local < 0:
@@ -167,7 +171,10 @@ def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
 
 
 def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return three slices: the keys of block 0, and the other keys for the middle blocks and for the last block."""
+    """Return three slices for documents of ``n`` tokens.
+
+    They are the keys of block 0, and the other keys for the queries of the middle blocks and of the last block.
+    """
     block, local = map(_bounded, mask.params)
     last = (n - 1) // block * block
     return [
@@ -178,7 +185,7 @@ def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def chunked(tokens: int) -> Mask:
-    """Cut a document every ``tokens`` tokens; query i sees the keys of its chunk up to its own."""
+    """Make the mask that cuts a document every ``tokens`` tokens; query i sees the keys of its chunk up to its own."""
     tokens = reach(tokens)
     if tokens < 1:
         raise ValueError(f"a chunk has at least 1 token; got {tokens}")
@@ -191,7 +198,10 @@ def _chunks(mask: Mask, longest: int) -> int:
 
 
 def _chunked_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return a slice for each chunk of the longest document; shorter documents have empty ones at the end."""
+    """Return a slice for each chunk of the longest document; shorter documents have empty ones at the end.
+
+    ``n`` are the document lengths. Raise ValueError if there are more than ``MAX_CHUNKS``.
+    """
     size, count = _bounded(mask.params[0]), _chunks(mask, int(n.max(initial=1)))
     if count > MAX_CHUNKS:
         raise ValueError(
@@ -203,7 +213,7 @@ def _chunked_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def prefix(tokens: int) -> Mask:
-    """All queries see the first ``tokens`` keys; the rest is causal."""
+    """Make the mask under which all queries see the first ``tokens`` keys, and the rest is causal."""
     tokens = reach(tokens)
     if tokens < 0:
         raise ValueError(f"prefix needs a length of 0 or more; got {tokens}")
@@ -211,15 +221,16 @@ def prefix(tokens: int) -> Mask:
 
 
 def _prefix_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return two slices: the keys of the prefix, and the causal rest."""
+    """Return two slices for documents of ``n`` tokens: the keys of the prefix, and the causal rest."""
     p = np.minimum(_bounded(mask.params[0]), n)
     return [(0, n, 0, p, -UNBOUNDED, UNBOUNDED), (p, n, p, n, -UNBOUNDED, 0)]
 
 
 def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
-    """Causal text with image spans ``[(start, end), ...]``.
+    """Make the mask of causal text with image spans ``[(start, end), ...]`` of tokens, each without its ``end``.
 
-    A token of an image sees all keys up to the end of its image, or with ``self_only`` only the keys of its image.
+    A token of an image sees all keys up to the end of its image, or with ``self_only`` only the keys of its image. Text
+    sees all keys up to its own. Spans must be ascending and disjoint.
     """
     flat: list[int] = []
     try:
@@ -235,7 +246,10 @@ def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
 
 
 def _modality_columns(mask: Mask, n: Ints) -> list[Columns]:
-    """Return a causal slice for each stretch of text, and a slice for each span."""
+    """Return slices for documents of ``n`` tokens: a causal one for each stretch of text, and one for each span.
+
+    Raise ValueError if a span ends after a document.
+    """
     flat, self_only = mask.params
     assert isinstance(flat, tuple)
     if flat and np.any(n < flat[-1]):
@@ -252,7 +266,7 @@ def _modality_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def _pairs(params: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of :func:`modality` for the params of a mask, which hold the spans as one flat tuple."""
+    """Return the arguments of :func:`modality` for the params of its mask, which hold the spans as one flat tuple."""
     flat, self_only = params
     return list(zip(flat[::2], flat[1::2], strict=True)), self_only
 
@@ -283,11 +297,12 @@ class NamedMask:
     make: Callable[..., Mask]
     """The public function that makes the mask."""
     rule: Callable[[Mask, Ints], list[Columns] | Ints]
-    """Gives the slices of documents of the given lengths, as columns; for a mask that fits one length only, it gives
-    the table ``[slices, 6]`` instead.
+    """Gives the slices of documents of the given lengths, as columns.
+
+    For a mask that fits one length only, it gives the table ``[slices, 6]`` instead.
     """
     most_slices: Callable[[Mask, int], int]
-    """Gives the most slices that a document of at most the given tokens has; plan files limit memory with it."""
+    """Gives an upper bound on the slices of a document of at most this many tokens; plan files limit memory with it."""
     text: TextForm | None = None
     """None for masks that cannot be given on a command line."""
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
@@ -332,7 +347,7 @@ NAMED: dict[str, NamedMask] = {
 
 
 SHORT_NAMES = ("causal", "full", "tree", "window")
-"""Functions that make masks and that ``flexcp`` has itself; the others are those of ``flexcp.masks`` alone."""
+"""The functions of ``NAMED`` that ``flexcp`` itself exports; the others are only in ``flexcp.masks``."""
 
 
 def public_name(make: Callable[..., Any]) -> str:
@@ -342,7 +357,7 @@ def public_name(make: Callable[..., Any]) -> str:
 
 
 def named_mask(name: str) -> NamedMask:
-    """Return the row of :data:`NAMED` with a name, or raise if there is none."""
+    """Return the entry of :data:`NAMED` for a name; raise ValueError if there is none."""
     if name not in NAMED:
         raise ValueError(f"no mask is called {name!r}; the named ones are {', '.join(NAMED)}")
     return NAMED[name]

@@ -50,7 +50,10 @@ def area(slices: Ints) -> Ints:
 
 
 def cut(slices: Ints, q0: Ints | int, q1: Ints | int, k0: Ints | int, k1: Ints | int) -> Ints:
-    """Return each slice restricted to the given query and key ranges, and trimmed as by :func:`trim`."""
+    """Return each slice restricted to the half-open ranges q0..q1 of queries and k0..k1 of keys, and trimmed.
+
+    :func:`trim` says what trimmed means.
+    """
     out = slices.copy()
     out[..., Q0] = np.maximum(slices[..., Q0], q0)
     out[..., Q1] = np.minimum(slices[..., Q1], q1)
@@ -80,7 +83,7 @@ def is_empty(slices: Ints) -> NDArray[np.bool_]:
 
 
 def shift(slices: Ints, queries: Ints | int, keys: Ints | int) -> Ints:
-    """Move slices by ``queries`` rows and ``keys`` keys; their bands move with them."""
+    """Return the slices moved by ``queries`` rows and ``keys`` keys; their bands move with them."""
     out = slices.copy()
     out[..., Q0] += queries
     out[..., Q1] += queries

@@ -18,7 +18,10 @@ MASK_SIGNATURES = ", ".join([*(form.signature for form in _FORMS.values()), "@ma
 
 
 def parse_mask(text: str) -> Mask | list[Mask]:
-    """Make a mask from its text form (see ``MASK_FORMS``); ``@file.json`` gives a list with one mask per document."""
+    """Make a mask from its text form (see ``MASK_FORMS``); ``@file.json`` gives a list with one mask per document.
+
+    Raise ValueError if the text is no known form.
+    """
     if text.startswith("@"):
         return _from_json(Path(text[1:]))
     name, _, tail = text.partition(":")
@@ -40,7 +43,10 @@ def parse_mask(text: str) -> Mask | list[Mask]:
 
 
 def _from_json(path: Path) -> list[Mask]:
-    """Read a JSON file with the slices of each document; return one mask per document."""
+    """Read a JSON file with the length and the slices of each document; return one mask per document.
+
+    Raise ValueError if the file has another form.
+    """
     form = '{"documents": [{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}, ...]}'
     content = read_json(path, "mask file", f"it must hold {form}")
     try:

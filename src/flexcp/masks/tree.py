@@ -26,15 +26,16 @@ from flexcp.masks.slices import UNBOUNDED, Ints
 NAME = "tree"
 ROOT = -1
 MAX_WINDOW_SLICES = 1 << 17
-"""The most slices that a window over a tree may need."""
+"""The most slices that a window over a tree may need; a mask with more raises NotImplementedError."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments in depth-first order and the sequences that end in them.
+    """Segments of tokens in depth-first order, and the sequences that end in them.
 
     ``parents[i]`` is the parent of segment i (-1 for a root), ``lengths[i]`` the number of its tokens, and ``ends[s]``
-    the segment in which sequence s ends.
+    the segment in which sequence s ends. A sequence is the path from a root to that segment. Tokens are numbered in the
+    order of the segments.
     """
 
     parents: Ints
@@ -48,7 +49,7 @@ class Tree:
 
     @cached_property
     def after(self) -> Ints:
-        """For each segment, the first segment after its subtree."""
+        """For each segment, the first segment after its subtree; the number of segments if there is none."""
         parents, size = self.parents.tolist(), [1] * len(self.parents)
         for segment in range(len(size) - 1, -1, -1):
             if parents[segment] != ROOT:
@@ -70,7 +71,7 @@ class Tree:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether the tree does not branch: on its path, every token comes right after the token before it."""
+        """Whether the tree does not branch: every token comes right after its predecessor on the path."""
         return bool(np.all((self.above == self.starts) | (self.lengths == 0)))
 
     @cached_property
@@ -95,7 +96,7 @@ class Tree:
         return found
 
     def path(self, segment: int) -> Ints:
-        """Return the tokens on the path from the root to the end of a segment."""
+        """Return the numbers of the tokens on the path from the root to the end of a segment."""
         parts = []
         while segment != ROOT:
             start = int(self.starts[segment])
@@ -132,7 +133,7 @@ class Tree:
         return found
 
     def without_seams(self) -> Tree:
-        """Return a tree of the same paths in the fewest segments, with one sequence for each leaf.
+        """Return a tree in which tokens have the same paths, in the fewest segments, with one sequence for each leaf.
 
         Empty segments are left out, and only children are joined to their parents.
         """
@@ -164,14 +165,14 @@ class Tree:
 
 
 def leaves(parents: Ints) -> Ints:
-    """Return the segments without children."""
+    """Return the numbers of the segments without children, ascending."""
     return np.setdiff1d(np.arange(len(parents)), parents, assume_unique=False)
 
 
 def tree(
     parents: Sequence[int], lengths: Sequence[int], ends: Sequence[int] | None = None, left: int | None = None
 ) -> Mask:
-    """A tree of segments: a token sees its own segment up to itself, and all tokens of every ancestor segment.
+    """Make the mask of a tree of segments: a token sees its own segment up to itself, and all ancestor segments.
 
     ``parents[i]`` is the parent of segment i (-1 for a root) and ``lengths[i]`` the number of its tokens (0 or more).
     Segments must be in depth-first order, which :func:`flexcp.masks.tree_order` finds. By default the sequences are the
@@ -208,7 +209,8 @@ def tree_order(parents: Sequence[int]) -> list[int]:
     """Return the segments in depth-first order, as :func:`flexcp.tree` takes them; siblings stay in their order.
 
     ``order[j]`` is the segment that comes j-th. With ``place = {segment: j for j, segment in enumerate(order)}`` the
-    tree is ``tree([place.get(parents[i], -1) for i in order], [lengths[i] for i in order])``.
+    tree is ``tree([place.get(parents[i], -1) for i in order], [lengths[i] for i in order])``. Raise ValueError if a
+    segment has no root.
     """
     above = _integers(parents, "parents")
     children: dict[int, list[int]] = {}
@@ -243,20 +245,26 @@ def window_of_tree(mask: Mask) -> int | None:
 
 
 def window_of(mask: Mask) -> int | None:
-    """Return how many tokens before it a token sees under a window that does not look ahead; None for other masks."""
+    """Return how many tokens before it a token sees under a ``window`` mask that does not look ahead.
+
+    Return None for other masks and for a window without a limit.
+    """
     if mask.name != "window" or mask.params[1] != 0 or int(mask.params[0]) >= UNBOUNDED:  # type: ignore[arg-type]
         return None
     return int(mask.params[0])  # type: ignore[arg-type]
 
 
 def windowed(mask: Mask, left: int) -> Mask:
-    """Return a mask of the same tree as ``mask``, in which a token sees at most ``left`` tokens before it."""
+    """Return a mask of the same tree as ``mask``, in which a token sees at most ``left`` tokens before it.
+
+    ``mask`` must be a tree mask; its own window is replaced.
+    """
     parents, lengths, ends, _ = mask.params
     return tree(parents, lengths, ends, left)  # type: ignore[arg-type]
 
 
 def tree_slices(mask: Mask) -> Ints:
-    """Return the slices of a tree mask, ``[slices, 6]``."""
+    """Return the slices of a tree mask, ``[slices, 6]``; raise NotImplementedError if a window needs too many."""
     found, left = tree_of_mask(mask).without_seams(), window_of_tree(mask)
     if left is not None and left < int(found.sequence_lengths.max()) - 1:
         return _window_slices(found, left)
@@ -267,7 +275,10 @@ def tree_slices(mask: Mask) -> Ints:
 
 
 def _window_slices(found: Tree, left: int) -> Ints:
-    """Return the slices of a tree in a window: one for each segment and each ancestor in reach, itself included."""
+    """Return the slices of a tree in a window: one for each segment and each ancestor in reach, itself included.
+
+    ``left`` is how many tokens before it on its path a token sees.
+    """
     pairs = np.array(list(_in_reach(found, left)), np.int64).reshape(-1, 2)
     row, key = pairs[:, 0], pairs[:, 1]
     starts, lengths, above = found.starts, found.lengths, found.above
@@ -279,7 +290,11 @@ def _window_slices(found: Tree, left: int) -> Ints:
 
 
 def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
-    """Yield (segment, ancestor) for each ancestor that the segment's first token still sees, itself included."""
+    """Yield (segment, ancestor) for each ancestor that the segment's first token still sees, itself included.
+
+    A token sees ``left`` tokens before it. Raise NotImplementedError if there are more than ``MAX_WINDOW_SLICES``
+    pairs.
+    """
     parents, lengths, above = (x.tolist() for x in (found.parents, found.lengths, found.above))
     count = 0
     for segment, depth in enumerate(above):
@@ -297,13 +312,16 @@ def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
 
 
 def most_slices(mask: Mask) -> int:
-    """Return an upper bound of the number of slices of a tree mask."""
+    """Return an upper bound of the number of slices of a tree mask.
+
+    Raise NotImplementedError if a window needs too many.
+    """
     found, left = tree_of_mask(mask).without_seams(), window_of_tree(mask)
     return len(found.parents) if left is None else sum(1 for _ in _in_reach(found, left))
 
 
 def _check_depth_first(parents: list[int]) -> None:
-    """Raise unless segments are in depth-first order.
+    """Raise ValueError unless segments are in depth-first order.
 
     The parent of a segment must be the segment before it, an ancestor of that segment, or none.
     """
@@ -330,7 +348,7 @@ def _check_depth_first(parents: list[int]) -> None:
 
 
 def _integers(given: Sequence[int], what: str) -> list[int]:
-    """Return a list of plain ints, or raise if ``given`` is no list of integers; ``what`` names it."""
+    """Return a list of plain ints; raise ValueError if ``given`` is no list of integers. ``what`` names it."""
     try:
         found = [token_count(x) for x in given]
     except TypeError:

@@ -44,7 +44,7 @@ class TokenTree:
 
     @property
     def saved(self) -> int:
-        """How many tokens the tree has less than the sequences together."""
+        """How many fewer tokens the tree has than the sequences together."""
         return int(self.tree.sequence_lengths.sum()) - len(self)
 
 
@@ -53,7 +53,7 @@ def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = 
 
     Between two branching points, fewer than ``least_shared`` common tokens are repeated instead of shared, because
     every branch costs planners and kernels work. Equal sequences share one path and remain several sequences. ``left``
-    is the window of :func:`flexcp.tree`.
+    is how many tokens before it on its path a token sees, None for all, as in :func:`flexcp.tree`.
     """
     least = token_count(least_shared)
     if least < 1:
@@ -104,7 +104,7 @@ class _Segments:
 
 
 def _ids(sequence: Any, number: int) -> Ints:
-    """Return the token ids of sequence ``number`` as an array, or raise if it is no list of ids."""
+    """Return the token ids of sequence ``number`` as an array; raise ValueError if it is empty or no list of ids."""
     try:
         found = np.asarray(sequence)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -169,9 +169,10 @@ def _in_order(root: _Node) -> None:
 
 
 def _add_segments(top: _Node, parent: int, depth: int, least: int, given: list[Ints], to: _Segments) -> None:
-    """Append the segments of a subtree to ``to``, in depth-first order.
+    """Append the segments of the subtree of ``top`` to ``to``, in depth-first order.
 
     ``parent`` is the segment above the subtree, and ``depth`` the tokens of the path that are in segments already.
+    ``given`` are the sequences, and fewer than ``least`` common tokens are repeated for each child.
     """
     waiting = [(top, parent, depth)]
     while waiting:

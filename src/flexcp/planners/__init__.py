@@ -1,1 +1,1 @@
-"""The planners: a strategy is a named function from a request to a placement."""
+"""The planners: each strategy (``auto``, ``zigzag``, ``blocks``, ...) is a function from a request to a placement."""

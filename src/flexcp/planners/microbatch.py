@@ -13,10 +13,10 @@ go together; each micro-batch is then a batch like any other, for any strategy.
 3. *Repaired.* Documents are moved or exchanged between the slowest micro-batch and another, as long as this makes the
    slowest faster.
 
-A load is an integer: the pairs of attention over all layers, plus the cost of the tokens in pairs
-(:meth:`flexcp.cost.CostModel.pairs_per_token`). Documents keep their stream order inside a micro-batch, and
-micro-batches are ordered by their first document. There are never more micro-batches than best fit needs: at most 11/9
-of the smallest possible number, plus one.
+A load is an integer: the (query, key) pairs of attention over all layers, plus the cost of the rest of the layers as a
+number of pairs that cost as much (:meth:`flexcp.cost.CostModel.pairs_per_token`). Documents keep their stream order
+inside a micro-batch, and micro-batches are ordered by their first document. There are never more micro-batches than
+best fit needs: at most 11/9 of the smallest possible number, plus one.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 REPAIRS = 256
-"""The most exchanges in each of the two kinds of repair."""
+"""The most exchanges that are done to make documents fit, and the most that are done to balance loads."""
 SINGLES, PAIRED = 128, 24
-"""How many documents of a micro-batch a repair considers one by one, and in pairs."""
+"""How many documents of a micro-batch are tried for an exchange one by one, and how many of them in pairs."""
 TOO_MANY = 8
-"""One token too many in a micro-batch costs as much as the average load of this many tokens."""
+"""In the price of an exchange, one token too many counts as much as the load of this many average tokens."""
 CLOSE_TO_MEAN = 1000
 """Loads are balanced if the largest is within 1/1000 of the mean."""
 
 
 def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
-    """Return the cost of each document in pairs over all layers, including the rest of the layers for its tokens."""
+    """Return the cost of each document over all layers in (query, key) pairs, including the rest of the layers."""
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
     attention = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths)
@@ -54,11 +54,12 @@ def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
 def split(
     lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int, cap: int, least: int = 1
 ) -> list[list[int]]:
-    """Return the documents of each micro-batch: every document once, at most ``cap * ranks`` tokens in each, balanced
-    loads.
+    """Return the documents of each micro-batch, as indices: every document once, loads balanced.
 
-    ``lengths`` and ``loads`` are the tokens and the cost of each document, ``cap`` is the most tokens that a rank keeps
-    (a multiple of ``pad_to`` if tokens are padded), ``least`` is the least number of micro-batches.
+    ``lengths`` and ``loads`` are the tokens and the cost of each document. ``cap`` is the most tokens that a rank keeps
+    (a multiple of ``pad_to`` if tokens are padded), so a micro-batch has at most ``cap * ranks``. ``least`` is the
+    least number of micro-batches. Raise Refused if a document alone has too many tokens, ValueError if arguments do not
+    match.
     """
     tokens, costs = [int(n) for n in lengths], [int(x) for x in loads]
     if len(tokens) != len(costs):
@@ -82,8 +83,9 @@ def split(
 
 
 class _MicroBatches:
-    """Documents in micro-batches, with their loads and the tokens that still fit into each (negative if it is too
-    full).
+    """Documents in micro-batches: ``load[i]`` is the cost of micro-batch i, ``room[i]`` how many tokens still fit.
+
+    ``room[i]`` is negative if the micro-batch has too many tokens.
     """
 
     def __init__(self, tokens: list[int], costs: list[int], count: int, room: int) -> None:
@@ -106,7 +108,7 @@ class _MicroBatches:
         self.add(target, document)
 
     def make_fit(self) -> bool:
-        """Exchange documents until no micro-batch is too full; return whether this succeeded."""
+        """Exchange documents until no micro-batch has too many tokens; return whether this succeeded."""
         for _ in range(REPAIRS):
             by_room = sorted(range(len(self.room)), key=lambda i: (-self.room[i], i))
             fullest = by_room.pop()
@@ -118,8 +120,9 @@ class _MicroBatches:
         return min(self.room) >= 0
 
     def balance(self) -> None:
-        """Exchange documents between the slowest micro-batch and the fastest one that can help, while the slowest gets
-        faster.
+        """Exchange documents between the slowest micro-batch and others while the slowest gets faster.
+
+        Each time, the fastest micro-batch that can help takes part.
         """
         for _ in range(REPAIRS):
             by_load = sorted(range(len(self.load)), key=lambda i: (self.load[i], i))
@@ -130,11 +133,11 @@ class _MicroBatches:
                 return
 
     def _emptied(self, fullest: int, other: int, pairs: bool) -> bool:
-        """Do the exchange with the lowest price after which neither micro-batch is as much too full as ``fullest`` is
-        now.
+        """Do the cheapest exchange that lowers the tokens too many of ``fullest``; return False if there is none.
 
-        Return False if there is none. The price is the larger load of the two afterwards, plus the load of ``TOO_MANY``
-        average tokens for each token too many.
+        After it, neither of the two micro-batches may have as many tokens too many as ``fullest`` has now. Its price is
+        the larger load of the two afterwards, plus the load of ``TOO_MANY`` average tokens for each token too many.
+        With ``pairs``, two documents of each may be exchanged at once.
         """
         grows, after, do = self._exchanges(fullest, other, pairs)
         over = np.maximum(0, np.maximum(-self.room[fullest] - grows, grows - self.room[other]))
@@ -142,7 +145,7 @@ class _MicroBatches:
         return do(over < -self.room[fullest], price)
 
     def _lightened(self, slowest: int, other: int) -> bool:
-        """Do the exchange that fits and makes the larger load of the two lowest; return False if none helps."""
+        """Do the exchange after which the larger load of the two is lowest; return False if none fits and helps."""
         grows, after, do = self._exchanges(slowest, other, False)
         fits = (grows <= self.room[other]) & (-grows <= self.room[slowest])
         return do(fits & (after < self.load[slowest]), after)
@@ -150,12 +153,11 @@ class _MicroBatches:
     def _exchanges(
         self, one: int, other: int, pairs: bool
     ) -> tuple[Ints, Ints, Callable[[NDArray[np.bool_], Ints], bool]]:
-        """Return, for every choice of documents of two micro-batches, what an exchange changes, and a function that
-        does one.
+        """Return what exchanges of documents between two micro-batches change, and a function that does one.
 
-        The results are the tokens that ``other`` gains and the larger load of the two afterwards, both
-        ``[choice of one, choice of other]``. The function takes which exchanges help and their prices, does the
-        cheapest that helps, and returns whether there was one.
+        The first two results are the tokens that ``other`` gains and the larger load of the two afterwards, both
+        ``[choice of one, choice of other]``, where a choice is up to one document, or two with ``pairs``. The function
+        takes which exchanges help and their prices, does the cheapest that helps, and returns whether there was one.
         """
         mine, theirs = self._choices(one, pairs), self._choices(other, pairs)
         sides = [
@@ -179,22 +181,26 @@ class _MicroBatches:
         return grows, np.maximum(self.load[one] - moved, self.load[other] + moved), do
 
     def _choices(self, at: int, pairs: bool) -> list[tuple[int, ...]]:
-        """Return choices of documents: none, single ones from light to heavy, and with ``pairs`` some pairs.
+        """Return choices of documents of micro-batch ``at``: none, single ones from light to heavy, maybe pairs.
 
-        Of many documents, an evenly spaced selection that contains the heaviest is used.
+        Of many documents, an evenly spaced selection that contains the heaviest is used, a smaller one for ``pairs``.
         """
         ordered = sorted(self.documents[at], key=lambda d: (-self.costs[d], d))
         singles, paired = (ordered[:: max(1, -(-len(ordered) // most))] for most in (SINGLES, PAIRED))
         return [(), *((d,) for d in reversed(singles)), *(combinations(paired, 2) if pairs else ())]
 
     def in_stream_order(self) -> list[list[int]]:
-        """Return the documents of all non-empty micro-batches, in stream order."""
+        """Return the documents of each micro-batch that is not empty.
+
+        Documents are sorted, and micro-batches are sorted by their first document.
+        """
         return sorted(sorted(documents) for documents in self.documents if documents)
 
 
 def _fitted(tokens: list[int], costs: list[int], count: int, room: int) -> _MicroBatches | None:
-    """Return all documents in ``count`` micro-batches: balanced if that fits, else packed tightly; None if neither
-    fits.
+    """Put all documents into ``count`` micro-batches with at most ``room`` tokens each; return None if they do not fit.
+
+    They are balanced if that fits, else packed tightly.
     """
     longest_first = sorted(range(len(tokens)), key=lambda d: (-tokens[d], -costs[d], d))
     total = sum(costs)

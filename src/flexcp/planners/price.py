@@ -1,14 +1,16 @@
-"""Price: the time of a step in closed form, by which planners compare placements that are not scheduled yet.
+"""Price: the predicted time of a step, by which planners compare placements that are not scheduled yet.
 
-It is the sum of what the layers are predicted to take, their least copies (:mod:`flexcp.simulator.least_copies`), and
-the parts of the request's step outside its layers (:mod:`flexcp.simulator.step_parts`). On one node this is the time of
-the slowest rank (:mod:`flexcp.schedule.predict`). It is optimistic: gradient sync may be hidden, and ranks wait only
-for what the prediction includes.
+It is a closed form, the sum of three times: what the layers are predicted to take, the least that ranks spend on copies
+in memory (:mod:`flexcp.simulator.least_copies`), and, if the request describes a step, its parts outside the layers
+(:mod:`flexcp.simulator.step_parts`). On one node, and for the traffic of static methods, it is the time of the slowest
+rank (:mod:`flexcp.schedule.predict`). This is optimistic: gradient sync may be hidden, and ranks wait only for what the
+prediction includes.
 
-On several nodes, contention between compute and transfers decides. There the layers take the time of their stages under
-contention, over all ranks together (:mod:`flexcp.schedule.stages`), and the other two parts are means over ranks,
-because the layers already include the effect of unequal tokens. The price is at least the compute of the busiest rank.
-It is close to the result of the event simulator and may be a few per cent above it.
+On several nodes, the slowdown of compute and transfers that overlap decides which placement is faster. There the layers
+take the time of their stages under this contention (:mod:`flexcp.schedule.stages`), one number for all ranks. The other
+two parts are then means over ranks, because the time of the layers already includes the effect of unequal tokens. The
+price is at least the compute of the busiest rank. It is close to the result of the event simulator and may be a few per
+cent above it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from flexcp.simulator.step_parts import beyond_layers_ns
 
 
 def price_ns(request: Request, placement: Placement, analysis: list[MaskAnalysis] | None = None) -> int:
-    """Return the nanoseconds of the request's step; ``analysis`` is that of the placement, if the caller has it."""
+    """Return the predicted nanoseconds of a step of the request with this placement (see the module docstring).
+
+    ``analysis`` is what :func:`flexcp.schedule.analysis.analyse` returned for the placement, if the caller has it.
+    """
     known = (request.shape, request.cluster, request.cost)
     if analysis is None and placement.traffic.kind == "needed":
         analysis = analyse(placement, *known, request.keep_kv, request.most_ahead)
@@ -38,7 +43,7 @@ def price_ns(request: Request, placement: Placement, analysis: list[MaskAnalysis
 
 
 def _contended_ns(request: Request, analysis: list[MaskAnalysis] | None) -> int:
-    """Return the time of the layers under contention, or 0 if it was not computed."""
+    """Return the nanoseconds of all layers under contention, or 0 on one node or if they were not computed."""
     if analysis is None or request.cluster.nodes == 1:
         return 0
     both = [(one.forward.stages.contended_ns, one.backward.stages.contended_ns) for one in analysis]

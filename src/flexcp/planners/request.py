@@ -1,6 +1,7 @@
 """Request: everything a planner is told.
 
-A planner is a pure function from a :class:`Request` to a placement, or it raises :class:`Refused` and says why.
+A planner is a pure function from a :class:`Request` to a placement (:class:`~flexcp.plan.placement.Placement`), or it
+raises :class:`Refused` and says why.
 """
 
 from __future__ import annotations
@@ -24,26 +25,33 @@ Ints = NDArray[np.int64]
 
 
 class Refused(ValueError):  # noqa: N818 - an answer more than an error
-    """This strategy cannot serve this request, because a limit, a tolerance, a fixed layout or a number of heads does
-    not suit it; another strategy may.
+    """Raised if a strategy cannot serve a request although another strategy may.
 
-    It is not used for what no strategy would accept, such as an argument that is no number or an effort below 0; this
-    is a plain ValueError.
+    The reason is a limit, a tolerance, a fixed layout or a number of heads that does not suit the strategy. What no
+    strategy would accept, such as an argument that is no number or an effort below 0, is a plain ValueError instead.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One batch to place.
+    """One batch to place, and what the user demands of the placement.
 
-    ``argument`` is what follows the colon in a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank
-    if the tokens are already placed, or None if the planner places them too. ``equal_tokens`` asks for the same number
-    of tokens on every rank, rounded up to a multiple of ``pad_to``; ``priced_tokens`` asks for a balance of attention
-    and the rest of the layer together. Tolerances are fractions above the mean; None lets the planner choose what is
-    fastest. ``effort`` is how many candidates are evaluated, None for the strategy's own choice. Memory depends on the
-    plan, so strategies ignore ``max_memory_per_rank`` and their plans are checked afterwards. ``keep_kv`` is how many
-    bytes of received keys a rank may keep for the backward. ``training`` is the step whose time counts, if it is known;
-    its model is that of ``cost``.
+    ``argument`` is what follows the colon in a strategy's name (``"4"`` in ``zigzag:4``). ``layout`` is None if the
+    planner places the tokens. Otherwise tokens stay where they are, and ``layout[rank]`` lists the stream indices of
+    the tokens that a rank keeps, in its local order.
+
+    ``equal_tokens`` asks for the same number of tokens on every rank, rounded up to a multiple of ``pad_to`` by pads.
+    ``priced_tokens`` asks ``blocks`` to balance the sum of attention and the rest of the layer instead of attention and
+    tokens separately. ``compute_tolerance`` and ``token_tolerance`` are how far a rank may be above the mean, as
+    fractions (0.05 is 5 %); None lets the planner choose what is fastest.
+
+    ``max_tokens_per_rank`` limits the tokens that a rank keeps. ``max_memory_per_rank`` (bytes that attention needs on
+    a rank) and ``max_peers`` (other ranks that a rank exchanges messages with) depend on the plan, so strategies other
+    than ``auto`` ignore them, and their plans are checked afterwards. ``keep_kv`` is how many bytes of received keys
+    and values a rank may keep for the backward, over all layers.
+
+    ``effort`` is how many candidates a strategy evaluates, None for the strategy's own choice. ``training`` describes
+    the step whose time counts; None counts the layers alone. Its model is that of ``cost``.
     """
 
     batch: Batch
@@ -71,14 +79,19 @@ class Request:
 
     @property
     def most_ahead(self) -> int:
-        """How many slots ahead a stage may be posted: 2, or 1 with a limit on memory, because messages that wait take
-        memory.
+        """The most slots by which messages may be posted before the slot that waits for them.
+
+        A pass runs in slots, in each of which a rank waits for messages, posts later ones and computes. The number is
+        2, or 1 if memory is limited, because messages under way take memory.
         """
         return 2 if self.max_memory_per_rank is None else 1
 
     @property
     def token_cap(self) -> int | None:
-        """The most document tokens a rank may keep, None for no limit; a multiple of ``pad_to`` with equal tokens."""
+        """The most document tokens a rank may keep, None for no limit.
+
+        It is ``max_tokens_per_rank``, with ``equal_tokens`` rounded down to a multiple of ``pad_to``.
+        """
         cap = self.max_tokens_per_rank
         if cap is None or not self.equal_tokens:
             return cap
@@ -86,7 +99,7 @@ class Request:
 
 
 def refuse_over_cap(request: Request) -> None:
-    """Raise :class:`Refused` if no placement of the batch can keep the token cap."""
+    """Raise :class:`Refused` if the batch has more tokens than all ranks together may keep under the token cap."""
     if request.token_cap is None:
         return
     lengths, room = request.batch.lengths, request.token_cap * request.ranks
@@ -111,7 +124,7 @@ def refuse_over_cap(request: Request) -> None:
 
 
 def refuse_over_memory(request: Request, plan: Plan) -> None:
-    """Raise :class:`Refused` if the plan's attention needs more memory on a rank than the user allows."""
+    """Raise :class:`Refused` if the plan's attention needs more than ``max_memory_per_rank`` bytes on any rank."""
     cap = request.max_memory_per_rank
     if cap is None:
         return
@@ -127,9 +140,7 @@ def refuse_over_memory(request: Request, plan: Plan) -> None:
 
 
 def refuse_over_peers(request: Request, plan: Plan) -> None:
-    """Raise :class:`Refused` if a rank of the plan exchanges messages with more ranks (:meth:`flexcp.Plan.peers`) than
-    the user allows.
-    """
+    """Raise :class:`Refused` if a rank of the plan exchanges messages with more than ``max_peers`` other ranks."""
     cap = request.max_peers
     if cap is None:
         return

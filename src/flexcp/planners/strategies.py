@@ -25,14 +25,14 @@ from flexcp.planners.static.dealing import BY_LOAD
 
 
 def _hypergraph(request: Request) -> Placement:
-    """Return the placement of ``hypergraph``, which is imported only here because it is large and rarely used."""
+    """Place a batch with ``hypergraph``, whose module is imported only here because it is large and rarely used."""
     from flexcp.planners.hypergraph.hypergraph import hypergraph
 
     return hypergraph(request)
 
 
 def _dcp(request: Request) -> Placement:
-    """Return the placement of ``dcp``, which is imported only here because it is large and rarely used."""
+    """Place a batch with ``dcp``, whose module is imported only here because it is large and rarely used."""
     from flexcp.planners.published.dcp import dcp
 
     return dcp(request)
@@ -63,9 +63,9 @@ SLOW = ("hypergraph", "dcp")
 
 
 def split_names(text: str) -> list[str]:
-    """Return the strategies of a list separated by commas.
+    """Return the strategy names in a list separated by commas: ``"auto,usp:8,2"`` gives ``["auto", "usp:8,2"]``.
 
-    Commas between the arguments of one strategy (``usp:8,2``) do not separate strategies.
+    After a name with a colon, a part that begins with a digit or is ``relay`` belongs to the arguments of that name.
     """
     found: list[str] = []
     for part in (part.strip() for part in text.split(",")):
@@ -77,10 +77,11 @@ def split_names(text: str) -> list[str]:
 
 
 def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
-    """Return the planner of ``name`` or ``name:argument``, and the argument.
+    """Return the planner of a strategy written as ``name`` or ``name:argument``, and the argument or "".
 
-    A static method may end in ``@load``, which becomes part of its argument and means that documents are distributed to
-    groups by load. Raise ValueError for an unknown name.
+    The name of a static method may end in ``@load`` (``ring:4@load``), which means that documents are distributed to
+    groups by load and becomes part of the argument. Raise ValueError if ``text`` is no text, if the name is unknown, if
+    ``@`` follows another strategy, or if it is not followed by ``load``.
     """
     if not isinstance(text, str):
         raise ValueError(f"a strategy is given by its name, one of {', '.join(STRATEGIES)}; got {text!r}")

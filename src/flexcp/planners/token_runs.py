@@ -1,8 +1,9 @@
-"""Token runs: which rank keeps which tokens, as runs, and the regions of planners that compute rows where they are
-kept.
+"""Token runs: turn what planners decide into the tables of a placement, and check its limits.
 
-Planners work with ranges of the stream per rank. The functions here turn such ranges into
-:class:`~flexcp.plan.placement.Runs`, add pads if equal tokens are asked for, and read layouts that a user already has.
+Planners decide which ranges of the stream each rank keeps or computes. The functions here turn such ranges into
+:class:`~flexcp.plan.placement.Runs` (which rank keeps which tokens) and :class:`~flexcp.plan.placement.Regions` (which
+rank computes which rows), add pads if every rank is to keep equally many tokens, and read layouts that a user already
+has.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ from flexcp.planners.request import Refused, Request
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32
-"""If the runs of own tokens are shorter than this on average, own tokens are put in stream order together with received
-ones.
-"""
+"""Runs with fewer tokens than this on average may count as scattered (:func:`is_scattered`)."""
 
 
 def even_borders(size: int, parts: int) -> Ints:
-    """Return the borders of ``size`` items in even parts, as in ``tensor_split``: the first ``size % parts`` are one
-    longer.
+    """Return the borders of ``size`` items in ``parts`` even parts: 7 items in 3 parts give ``[0, 3, 5, 7]``.
+
+    As in ``torch.tensor_split``, the first ``size % parts`` parts have one item more.
     """
     each, extra = divmod(size, parts)
     return offsets(np.where(np.arange(parts) < extra, each + 1, each))
 
 
 def runs_of_maps(maps: Sequence[Ints]) -> Runs:
-    """Return the runs of index maps (one per rank), in the order of the maps."""
+    """Return the runs of a layout; ``maps[rank]`` lists the stream indices of a rank's tokens in its local order.
+
+    Neighbouring tokens with consecutive indices become one run, and runs stay in the order of the maps.
+    """
     ranks, starts, stops = [], [], []
     for rank, index in enumerate(maps):
         if len(index) == 0:
@@ -49,20 +52,26 @@ def runs_of_maps(maps: Sequence[Ints]) -> Runs:
 
 
 def is_scattered(runs: Runs) -> bool:
-    """Return whether runs are so short that work on own tokens alone would consist of very small parts."""
+    """Return whether runs are so short that attention among a rank's own tokens would consist of very small parts.
+
+    This is so if runs have fewer than ``SCATTERED_RUN`` tokens on average and there are more than four per rank.
+    """
     return bool((runs.stop - runs.start).sum() < SCATTERED_RUN * len(runs) and len(runs) > 4 * (runs.rank.max() + 1))
 
 
 def runs_of_ranges(rank: Ints, start: Ints, stop: Ints) -> Runs:
-    """Return the runs of stream ranges: those of each rank in stream order, merged where they touch."""
+    """Return runs that keep the stream ranges ``start <= t < stop`` on their ranks.
+
+    They are sorted by rank and stream position; ranges of a rank that touch are merged.
+    """
     return Runs(*united(rank, start, stop))
 
 
 def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, int]:
     """Return (runs with pads so that every rank keeps the same number of tokens, number of pads).
 
-    Every rank keeps the largest number that any rank has, rounded up to a multiple of ``pad_to``. Pads come after the
-    documents, both in the stream and in each rank's local order.
+    ``tokens`` is the number of document tokens. Every rank keeps the largest number that any rank has, rounded up to a
+    multiple of ``pad_to``. Pads come after the documents, both in the stream and in each rank's local order.
     """
     counts = np.zeros(ranks, np.int64)
     np.add.at(counts, runs.rank, runs.stop - runs.start)
@@ -74,7 +83,7 @@ def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, i
 
 
 def check_cap(runs: Runs, cap: int | None) -> None:
-    """Raise Refused if a rank keeps more than ``cap`` tokens, including pads."""
+    """Raise Refused if a rank keeps more than ``cap`` tokens, including pads; None is no limit."""
     tokens = np.zeros(int(runs.rank.max()) + 1, np.int64)
     np.add.at(tokens, runs.rank, runs.stop - runs.start)
     if cap is not None and tokens.max() > cap:
@@ -86,10 +95,11 @@ def check_cap(runs: Runs, cap: int | None) -> None:
 
 
 def check_tolerances(request: Request, placement: Placement) -> None:
-    """Raise Refused if a placement exceeds the user's tolerances by more than a token or a row of the longest document.
+    """Raise Refused if a placement exceeds the user's tolerances.
 
-    Ranks of different speeds should have work in proportion to them. If the layout is fixed or tokens are equal, only
-    the work is checked.
+    A rank may have one token more than ``token_tolerance`` allows, and as much more work than ``compute_tolerance``
+    allows as one row of the longest document that sees all its keys. The work allowed on a rank is in proportion to its
+    speed. Tokens are not checked if the layout is fixed or every rank keeps equally many.
     """
     batch, ranks = request.batch, request.ranks
     if request.token_tolerance is not None and request.layout is None and not request.equal_tokens:
@@ -115,13 +125,18 @@ def check_tolerances(request: Request, placement: Placement) -> None:
 
 
 def row_regions(batch: Batch, heads: int, rank: Ints, start: Ints, stop: Ints) -> Regions:
-    """Return regions with all keys and heads of the rows in stream ranges, computed by the given ranks."""
+    """Return regions for the rows in stream ranges, each on its ``rank`` with all keys and all ``heads`` query heads.
+
+    Ranges are half-open; those of a rank that touch are joined, and they are cut where a document ends.
+    """
     return head_regions(batch, rank, start, stop, np.zeros(len(rank), np.int64), np.full(len(rank), heads, np.int64))
 
 
 def head_regions(batch: Batch, rank: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints) -> Regions:
-    """Return regions with all keys of the rows in stream ranges, for query heads ``h0..h1``; adjacent ranges are
-    joined.
+    """Return regions for the rows in stream ranges, each on its ``rank`` with all keys and heads ``h0 <= h < h1``.
+
+    Heads are query heads. Ranges are half-open; those that touch and have the same rank and heads are joined, and they
+    are cut where a document ends.
     """
     wide = int(h1.max()) + 1 if len(h1) else 1
     label, start, stop = united((rank * wide + h0) * wide + h1, start, stop)

@@ -22,8 +22,8 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
 - **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
   prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate
   on several nodes. The closed form is skipped for static methods with so many regions that simulating them is faster.
-- **Variants.** Other settings of ``blocks`` are tried only if the price of ``blocks`` itself, less what they may gain,
-  is below the fastest simulated time.
+- **Variants.** Each other setting of ``blocks`` is a variant, of ``blocks`` itself or of another setting. It is tried
+  only if the price of what it varies, less what it may gain, is below the fastest simulated time.
 - **Many documents.** All steps take time in proportion to the number of documents. With more than ``MANY_DOCUMENTS``,
   most documents are short and easily distributed, and a candidate is tried only if its price promises a gain of more
   than 1 / ``WORTH_TRYING``.
@@ -59,33 +59,39 @@ DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
 """How many candidates are simulated at most, apart from the best static ones."""
 MANY_REGIONS = 150_000
-"""Above this number of regions of a static method, the closed form, which counts them all, takes longer than the event
-simulator, which counts rings by position.
+"""With more regions than this, a static method is not priced in closed form before it is simulated.
+
+The closed form counts all regions and takes longer than the event simulator, which counts rings by position.
 """
 OVERPRICED_PERMILLE = 50
 """How much the closed form may overestimate the time of a placement on several nodes, per mille."""
 VARIANT_PERMILLE = 950
-"""The least time that other settings of a candidate are expected to take, per mille of its price."""
+"""The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
 LARGE = 400_000
-"""Static methods with more transfers than this in the backward are not scheduled below ``HIGH_EFFORT``."""
+"""Below ``HIGH_EFFORT``, static methods with more transfers in the backward are only scheduled if nothing else is."""
 MANY_DOCUMENTS = 65_536
 """With more documents than this, no candidate is tried for a small gain."""
 WORTH_TRYING = 128
-"""With ``MANY_DOCUMENTS``, a candidate is tried if it may save at least one part in this many."""
+"""With more than ``MANY_DOCUMENTS``, a candidate is tried if it may save more than one part in this many."""
 NO_REST = 1
-"""The largest cost of a token outside attention, in pairs, at which layers are taken to consist of attention only."""
+"""If a token costs at most this many pairs outside attention, layers count as attention alone."""
 LONGEST_NS = 1 << 38
-"""A layer that takes longer, over four minutes, does not fit the event simulator's clock and is priced in closed form.
+"""If a layer takes longer than this (over four minutes), plans keep the time of the closed form.
+
+Longer times do not fit the event simulator's clock.
 """
 
 
 def auto(request: Request) -> Placement:
-    """Return the placement with the least simulated step time."""
+    """Return the placement with the least simulated step time; raise Refused if no strategy can place the batch."""
     return auto_plan(request).placement
 
 
 def auto_plan(request: Request) -> Plan:
-    """Return the plan with the least simulated step time; the note of its placement says why it was taken."""
+    """Return the plan with the least simulated step time; the note of its placement says why it was taken.
+
+    Raise Refused if no strategy can place the batch within the request's limits.
+    """
     if request.argument:
         raise ValueError(f"auto takes no degree; got 'auto:{request.argument}'")
     effort = DEFAULT_EFFORT if request.effort is None else request.effort
@@ -102,10 +108,10 @@ def auto_plan(request: Request) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """A candidate that was placed.
+    """A placement of a candidate, not simulated yet.
 
-    ``ns`` is the time of the closed form, or the candidate's lower bound if it has too many regions. ``analysis`` and
-    ``plan`` are results that later steps can use, if there are any.
+    ``ns`` is its price in closed form, or the candidate's lower bound if it has too many regions. ``analysis`` and
+    ``plan`` are set if they have been computed already, so that later steps need not do it again.
     """
 
     candidate: Candidate
@@ -117,7 +123,7 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class _Simulated:
-    """A candidate that was simulated."""
+    """A candidate's plan and its simulated nanoseconds; ``order`` is the candidate's place in the list of all."""
 
     candidate: Candidate
     plan: Plan
@@ -134,7 +140,12 @@ class _Simulated:
 
 
 class _Search:
-    """The search: what was tried so far, and what may still be tried."""
+    """The search: what was tried so far, and what may still be tried.
+
+    ``effort`` is how many candidates may be placed, ``placed`` how many were, and ``accepted`` how many placements kept
+    all limits. ``passed_over`` is the lowest price that was not simulated, by how candidates deal documents
+    (:attr:`~flexcp.planners.auto.candidates.Candidate.dealing`). ``refusals`` say why candidates were dropped.
+    """
 
     def __init__(self, request: Request, effort: int) -> None:
         self.request = request
@@ -147,7 +158,7 @@ class _Search:
         self.refusals: list[str] = []
 
     def run(self, candidates: Sequence[Candidate]) -> None:
-        """Place or simulate the candidate with the lowest price, until no other can win."""
+        """Place or simulate the candidate with the lowest known price, again and again, until no other can win."""
         numbered = list(enumerate(candidates))
         queue: list[tuple[int, int, int, Candidate | _Placed]] = [
             (c.least_ns, i, 0, c) for i, c in numbered if not c.variant_of
@@ -188,13 +199,18 @@ class _Search:
         return price < self.best.ns
 
     def _least_ns(self, placed: _Placed) -> int:
-        """Return the least time that the event simulator may find for a placement."""
+        """Return the least nanoseconds that the event simulator may find for a placement.
+
+        It is the price, on several nodes less what the closed form may overestimate.
+        """
         unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
         return placed.ns - placed.ns * OVERPRICED_PERMILLE // 1000 if unsure else placed.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
-        """Return whether a candidate may be simulated: it is not too large, and either few have been simulated or it
-        would be the first static one that distributes documents in its way.
+        """Return whether a candidate may be simulated.
+
+        Large ones may not below ``HIGH_EFFORT``, once there is a result. Others may while fewer than ``MOST_SIMULATED``
+        were, and so may the first static candidate of each way to distribute documents (by tokens, by load).
         """
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
             return False
@@ -204,7 +220,7 @@ class _Search:
         return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing
 
     def _place(self, candidate: Candidate) -> Iterator[_Placed]:
-        """Yield the placements of a candidate that keep all limits, with their prices."""
+        """Yield the placements of a candidate that keep all limits, with their prices; note why others are refused."""
         try:
             for placement in candidate.placed():
                 found = self._priced(candidate, placement)
@@ -241,15 +257,16 @@ class _Search:
         return make_plan(placed.placement, *known, request.keep_kv, request.most_ahead, placed.analysis)
 
     def _simulate(self, placed: _Placed, order: int) -> None:
-        """Simulate a placement and update the best one."""
+        """Simulate a placement and update the best one; ``order`` decides between equally fast ones."""
         plan = placed.plan or self._planned(placed)
         ns = placed.ns if self._is_too_long(placed.ns) else step_ns(plan, self.request.training)
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def try_other_stages(self) -> None:
-        """Cut the forward and then the backward of the fastest plan into stages in the next best way, where that is
-        faster.
+        """Cut the passes of the fastest plan into stages in the next best way, where that is faster in the simulator.
+
+        The forward is tried first, then the backward.
         """
         for backward in (False, True):
             best = self.best
@@ -265,13 +282,13 @@ class _Search:
                 self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
-        """Return whether the layers of a step of this time are too long for the event simulator's clock."""
+        """Return whether layers are too long for the event simulator's clock, if a whole step takes ``ns``."""
         return ns // self.request.batch.layers > LONGEST_NS
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
-        """Note the price of a candidate that is not simulated, the lowest for each way of distributing documents.
+        """Note the price of a candidate that is not simulated, if it is the first that deals documents in its way.
 
-        Candidates come in the order of their prices.
+        Candidates come in the order of their prices, so the lowest price of each way is noted.
         """
         candidate = item if isinstance(item, Candidate) else item.candidate
         self.passed_over.setdefault(candidate.dealing, price)
@@ -304,7 +321,7 @@ class _Search:
 
     @staticmethod
     def _own_words(best: _Simulated) -> str:
-        """Return the planner's note about the placement, and how the plan differs from the strategy's own plan."""
+        """Return the planner's note about its placement, and how the plan differs from the strategy's own plan."""
         stages = " and ".join(best.other_stages)
         other = f"{stages} in other stages than --strategy {best.name} has" if stages else ""
         return "; ".join(filter(None, (best.plan.placement.note, other)))

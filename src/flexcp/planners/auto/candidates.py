@@ -35,25 +35,27 @@ LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 """The effort from which on ``hypergraph`` is a candidate."""
 TOLERANT = ("blocks", "hypergraph")
-"""Planners that keep the user's tolerances. The others balance by rules of their own: they are called without
-tolerances, and their placements are checked afterwards.
+"""Planners that keep the user's tolerances.
+
+The others balance by rules of their own: they are called without tolerances, and their placements are checked
+afterwards.
 """
 NEARLY_PERFECT = 128
-"""Dynamic planners are expected to need at least this fraction, one part in so many, more time than perfectly divided
-compute.
-"""
+"""A dynamic planner is expected to need at least 1/128 more time than perfectly divided compute."""
 
 BOUNDS_AT_ONCE = 4
-"""Static methods whose close bounds are found together."""
+"""How many static methods get their close bounds in one call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A strategy with its argument.
 
-    ``least_ns`` is a lower bound on its time, ``closer_ns()`` a closer one that takes longer to compute, if there is
-    one. ``regions`` and ``transfers`` are about how many its plan has, 0 if unknown. ``variant_of`` names the
-    candidate of which this one has other settings, and whose price says whether it is worth trying.
+    ``place`` is the strategy's function, which may return several placements, and ``request`` the request for it.
+    ``least_ns`` is a lower bound on the time of a step, ``closer_ns()`` a closer one that takes longer to compute, if
+    there is one. ``regions`` and ``transfers`` are about how many its placement and the backward of its plan have, 0 if
+    unknown. ``variant_of`` names the candidate of which this one has other settings, and whose price says whether it is
+    worth trying.
     """
 
     name: str
@@ -80,7 +82,11 @@ class Candidate:
 
 
 def find_candidates(request: Request, effort: int) -> list[Candidate]:
-    """Return all candidates; of equally fast ones, the first is to be taken."""
+    """Return all candidates of ``auto`` for a request, the static ones first.
+
+    ``effort`` is that of ``auto``: ``groups`` and settings of ``blocks`` need more than ``LEAST_EFFORT``,
+    ``hypergraph`` needs ``HIGH_EFFORT``. Of equally fast candidates, the first is to be taken.
+    """
     # Auto's effort is a number of candidates. Each candidate gets its own default effort.
     asked = replace(request, effort=None)
     return [*_static(asked), *_dynamic(asked, effort)]
@@ -101,8 +107,9 @@ def _static(request: Request) -> Iterator[Candidate]:
 
 
 class _CloseBounds:
-    """The closer bounds of static methods, computed for a few methods at a time in a given order: most of the time goes
-    to NumPy calls, whose number does not depend on the number of methods.
+    """The closer bounds of static methods, computed for a few methods at a time, in the order of ``methods``.
+
+    Most of their time goes to NumPy calls, whose number does not depend on how many methods there are.
     """
 
     def __init__(self, bounds: StaticBounds, methods: list[StaticMethod]) -> None:
@@ -111,7 +118,7 @@ class _CloseBounds:
         self.found: dict[str, int] = {}
 
     def of(self, method: StaticMethod) -> int:
-        """Return the closer bound of one method."""
+        """Return the closer bound of one method, in nanoseconds."""
         while method.name not in self.found:
             few, self.left = self.left[:BOUNDS_AT_ONCE], self.left[BOUNDS_AT_ONCE:]
             self.found |= dict(zip((each.name for each in few), self.bounds.close(few), strict=True))
@@ -119,7 +126,7 @@ class _CloseBounds:
 
 
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
-    """Yield the dynamic planners as candidates."""
+    """Yield the dynamic planners as candidates, as far as ``effort`` and the layout allow."""
     free = request.layout is None
     rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
     variants: dict[str, str] = {}
@@ -147,8 +154,9 @@ def _full_name(name: str, argument: str) -> str:
 
 
 def _perfect_ns(request: Request) -> int:
-    """Return the time of perfectly divided compute, plus the parts of a step outside its layers for ranks with equal
-    tokens.
+    """Return the nanoseconds of a step whose compute is divided perfectly over the ranks.
+
+    If the request describes a step, this includes its parts outside the layers, for ranks with equal tokens.
     """
     known = (request.shape, request.cluster, request.cost)
     perfect = lower_bound(request.batch, *known)

@@ -1,10 +1,11 @@
 """blocks: pack row ranges of short and long documents onto ranks, and move only what is needed.
 
-Rows with all their keys are packed (:mod:`flexcp.planners.blocks.pack`), first over nodes, whose loads are kept close
-to their mean, then over the ranks of each node. Inside a node, ranks may form *teams* of G ranks, where G divides the
-KV heads. Items are packed over teams first; items that are too large for one rank of a team are split by heads over the
-team. The keys of a split item are received by the team once, and any rank of the team may keep its rows, which evens
-out tokens at no cost. Each node takes the team size that moves the fewest bytes, counted exactly.
+Ranges of rows with all their keys, the *items*, are packed (:mod:`flexcp.planners.blocks.pack`), first over nodes,
+whose loads are kept close to their mean, then over the ranks of each node. Inside a node, ranks may form *teams* of G
+ranks, where G divides the KV heads. Items are packed over teams first; items that are too large for one rank of a team
+are split by heads over the team. The keys of a split item are received by the team once, and any rank of the team may
+keep its rows, which evens out tokens at no cost. Each node takes the team size that moves the fewest bytes, counted
+exactly.
 
 Tolerances are always kept: what packing leaves above a limit is moved row by row, work and tokens separately. Without
 tolerances, attention and tokens are both balanced as closely as costs few bytes. Balancing their sum would not be
@@ -56,27 +57,32 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 NODE_TOLERANCES = (0.008, 0.02)
-"""How far above the mean load a node may be: the tolerances that are tried."""
+"""How far above the mean load a node may be, as fractions: the tolerances that are tried."""
 OF_TEAMS_PERMILLE = 300
-"""How far above the mean load a node may be if teams have more than one rank, per mille of what ``attention`` allows a
-rank. Such teams split the load of their node evenly.
+"""With teams of several ranks, how far above the mean a node may be, per mille of what ``attention`` allows a rank.
+
+Such teams split the load of their node evenly.
 """
 FEW_DOCUMENTS, FEW_RANKS = 8192, 128
 """The most documents and ranks for which ``auto`` tries settings: with more, each takes too long."""
 RETRIED_NODES = range(3, 7)
-"""The numbers of nodes with which a second tolerance is tried unless an effort is given. With two nodes this saves only
-1 % (on packed web documents), with many it takes too long.
+"""The numbers of nodes with which a second tolerance is tried unless an effort is given.
+
+With two nodes this saves only 1 % (on packed web documents), with many it takes too long.
 """
 SLACK_USED = 0.8
 """The part of the tolerance that packing aims to use."""
 EQUAL_ROOM = 100
-"""With equal tokens, packing may leave a rank with 1/100 of its rows too many."""
+"""With equal tokens, packing may leave a rank with 1/100 too many rows, which are evened out afterwards."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How closely rows are packed (see the module). Without a ``team``, each node takes the team size that moves the
-    fewest bytes.
+    """How closely rows are packed; ``str`` writes the settings as ``blocks:`` takes them.
+
+    ``team`` is the number of ranks in a team; without it, each node takes the size that moves the fewest bytes.
+    ``attention`` and ``tokens`` are how far a rank may be above the mean attention and the mean number of tokens, per
+    mille.
     """
 
     team: int | None = None
@@ -88,16 +94,18 @@ class Settings:
 
 
 def blocks(request: Request) -> Placement:
-    """Place a batch by packing row ranges; raise Refused if the placement does not keep the tolerances."""
+    """Place a batch by packing row ranges; raise Refused if limits cannot be kept."""
     placement = pack_rows(request)
     check_tolerances(request, placement)
     return placement
 
 
 def searched_settings(request: Request) -> dict[str, str]:
-    """Return the settings that ``auto`` tries besides ``blocks`` itself, as arguments, each with the argument whose
-    price says whether it is worth trying. Empty if the user set limits, if tokens are fixed, or on one node, where
-    there is little to gain.
+    """Return the settings that ``auto`` tries besides ``blocks`` itself, as arguments of ``blocks``.
+
+    They are the keys; the value of each is the argument whose price says whether it is worth trying. There are none if
+    tolerances are given, if the layout is fixed, on one node, where there is little to gain, or with many documents or
+    ranks.
     """
     given = (request.layout, request.compute_tolerance, request.token_tolerance)
     few = request.batch.documents <= FEW_DOCUMENTS and request.ranks <= FEW_RANKS
@@ -113,14 +121,14 @@ def searched_settings(request: Request) -> dict[str, str]:
 
 
 def pack_rows(request: Request) -> Placement:
-    """Return the placement without checking the tolerances, for other planners to start from."""
+    """Return the placement of :func:`blocks` without checking the tolerances, for other planners to start from."""
     _check_settings(request)
     refuse_over_cap(request)
     return _free(request) if request.layout is None else _fixed(request)
 
 
 def _free(request: Request) -> Placement:
-    """Return the placement if tokens may be placed freely."""
+    """Return the placement if the layout is free: the planner places the tokens."""
     rows = _row_limit(request)
     loads = make_row_loads(request.batch, _grain(request), _row_price(request), _thin_price(request))
     limit, aim = _load_limits(request, loads)
@@ -147,9 +155,10 @@ def _free(request: Request) -> Placement:
 
 
 def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[Ints, Ints]:
-    """Return (work, kept) of all ranks: over nodes with each of a few tolerances, then inside each node.
+    """Return (work, kept) of all ranks: items packed over nodes with each of a few tolerances, then inside each node.
 
-    Of these, the one that moves the fewest bytes is taken.
+    Of the tolerances, the one with which the fewest bytes move is taken; the effort says how many are tried. The tables
+    are those of :mod:`flexcp.planners.blocks.compiled_node`.
     """
     nodes, size = request.cluster.nodes, request.cluster.ranks_per_node
     if nodes == 1:
@@ -186,7 +195,10 @@ def _node_tolerances(request: Request) -> tuple[float, ...]:
 
 
 def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance: float) -> list[Ints]:
-    """Return the items of each node, with loads within ``tolerance`` of the mean, so that its ranks keep some slack."""
+    """Return the items ``[n, 3]`` (document, first row, last row) of each node.
+
+    The load of a node is at most ``tolerance`` above the mean if possible, so that its ranks keep some slack.
+    """
     batch, nodes = request.batch, request.cluster.nodes
     everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
     if nodes == 1:
@@ -215,26 +227,27 @@ def _node(request: Request, loads: RowLoads, items: Ints, limits: BinLimits, nod
 
 
 def _score(request: Request, placed: Placed) -> int:
-    """Return the bytes that are moved, plus the violation weighted as in packing, because it has to be levelled."""
+    """Return the bytes that are moved, plus a price in bytes for exceeding limits, because rows will have to move."""
     longest = int(request.batch.lengths.max())
     return placed.bytes + placed.violation * VIOLATION_WEIGHT * longest * _key_bytes(request) // 1_000_000
 
 
 def _key_bytes(request: Request) -> int:
-    """Return the bytes of a key with all its heads."""
+    """Return the bytes of a token's key and value with all KV heads (or of its latent)."""
     return int(request.shape.bytes_per_token_head()[Kind.KV, 0]) * request.shape.kv_heads
 
 
 def _thin_price(request: Request) -> int:
-    """Return how many keys have as many bytes as a row that is computed in part on another rank: q there, a partial o
-    back.
+    """Return how many keys have as many bytes as a row whose attention another rank computes in part.
+
+    For such a row q travels there and a partial o back.
     """
     each = request.shape.bytes_per_token_head()
     return int(each[Kind.Q, 0] + each[Kind.O, 1]) * request.shape.heads // _key_bytes(request)
 
 
 def _row_bytes(request: Request) -> int:
-    """Return the bytes of a row that is computed on another rank, besides its keys: q there, o back."""
+    """Return the bytes of a row that is computed on another rank, besides its keys: q there, o back, all heads."""
     each = request.shape.bytes_per_token_head()[:, 0]
     return int(each[Kind.Q] + each[Kind.O]) * request.shape.heads
 
@@ -246,8 +259,7 @@ def _team_sizes(request: Request) -> list[int]:
 
 
 def _possible_teams(request: Request) -> list[int]:
-    """Return the team sizes that are possible: 1 and the largest that divides both the KV heads and the ranks of a
-    node.
+    """Return the possible team sizes: 1, and the largest that divides both the KV heads and the ranks of a node.
 
     Heads are split evenly, so only 1 is possible if ranks have different speeds, or if latents travel, which have no
     heads.
@@ -259,7 +271,7 @@ def _possible_teams(request: Request) -> list[int]:
 
 
 def _settings(request: Request) -> Settings:
-    """Return the settings of the request's argument."""
+    """Return the settings in the request's argument, which must have been checked."""
     parts = (part.partition("=") for part in request.argument.split("+") if part)
     return Settings(**{name: int(value) for name, _, value in parts})
 
@@ -283,9 +295,7 @@ def _check_settings(request: Request) -> None:
 
 
 def _fixed(request: Request) -> Placement:
-    """Return the placement if the layout is fixed: tokens stay, and rows of ranks with too much work are computed
-    elsewhere.
-    """
+    """Return the placement if the layout is fixed: tokens stay, and ranks with too much work pass rows on."""
     assert request.layout is not None
     runs = runs_of_maps(request.layout)
     check_cap(runs, request.max_tokens_per_rank)
@@ -314,10 +324,10 @@ def _fixed(request: Request) -> Placement:
 
 
 def _regions(request: Request, work: Ints, thin: Ints) -> Regions:
-    """Return the regions of a work table: rows with all their keys, each rank of a team with its share of the heads.
+    """Return the regions of a work table (first rank, team size, document, first row, last row).
 
-    Thin rows (from row ``thin[document]`` on) are divided by keys instead: each rank computes them with the keys it
-    holds.
+    Rows have all their keys, and each rank of a team has its share of the heads. Thin rows (from row ``thin[document]``
+    on) are divided by keys instead: each rank computes them with the keys of its own rows.
     """
     heads = request.shape.heads
     item, member = spread(work[:, 1])
@@ -337,13 +347,19 @@ def _regions(request: Request, work: Ints, thin: Ints) -> Regions:
 
 
 def _grain(request: Request) -> int:
-    """Return the rows per cut: a power of two that is small compared with the tolerance of a rank's rows."""
+    """Return the grain in rows: packing cuts documents at multiples of it.
+
+    It is a power of two, at most 64, and small compared with the rows of a rank.
+    """
     rows = request.batch.tokens // request.ranks
     return 1 << min(6, max(0, (rows // 80).bit_length() - 1))
 
 
 def _row_price(request: Request) -> int:
-    """Return the load of a row besides its attention: 0 if compute and tokens are balanced separately."""
+    """Return the load of a row besides its attention, in pairs of one layer.
+
+    It is 0 if compute and tokens are balanced separately.
+    """
     if not request.priced_tokens or request.compute_tolerance is not None:
         return 0
     return request.cost.pairs_per_token(request.shape)
@@ -395,6 +411,6 @@ def _nodes(request: Request) -> Ints:
 
 
 def _stream(request: Request, kept: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (rank, start, stop) in the stream of a table of kept rows."""
+    """Return (rank, start, stop) in the stream for a table of kept rows (rank, document, first row, last row)."""
     begin = request.batch.starts[kept[:, 1]]
     return kept[:, 0], begin + kept[:, 2], begin + kept[:, 3]

@@ -1,10 +1,10 @@
 """Loops of climbing: rows change bins where that saves keys (compiled).
 
 After packing, the rows of a document in different bins are often interleaved: two bins read the same keys, although one
-of them could read them for both. For each item, the bins that have rows of its document are tried: the whole item, or
-as much of either end as fits, moves there; or the item or one of its ends is exchanged for an item or an end of an item
-there. The best of these is done if it saves keys and no bin gets more than its limit (or more than it has, if it
-exceeds a limit already). Sweeps over all items continue until one finds nothing.
+of them could read them for both. For each item (a range of a document's rows), the bins that have rows of its document
+are tried: the whole item, or as much of either end as fits, moves there; or the item or one of its ends is exchanged
+for an item or an end of an item there. The best of these is done if it saves keys and no bin gets more than its limit
+(or more than it has, if it exceeds a limit already). There are a few sweeps over all items, fewer if one finds nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ WHOLE_FOR_WHOLE, WHOLE_FOR_TAIL, WHOLE_FOR_HEAD, TAIL_FOR_WHOLE, HEAD_FOR_WHOLE 
 class Search(NamedTuple):
     """What a sweep works on.
 
-    The items of bin b are a linked list that begins with ``lists[0, b]``; ``lists[1, i]`` is the item after i, -1 the
-    end. ``seen[b]`` is the last item for which bin b was tried, ``changed[b]`` the last sweep that moved rows of bin b.
+    The items of bin b that may be exchanged are a linked list that begins with ``lists[0, b]``; ``lists[1, i]`` is the
+    item after i, -1 the end. ``seen[b]`` is the last item for which bin b was tried, ``changed[b]`` the last sweep that
+    moved rows of bin b.
     """
 
     table: Table
@@ -76,7 +77,7 @@ class Move(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """How many keys an item's bin fetches for its document (``here``), and how this changes when rows leave.
+    """How many keys an item's bin fetches for the item's document (``here``), and how this changes when rows leave.
 
     The changes are those if the whole item, a little of its tail, or a little of its head leaves.
     """
@@ -88,7 +89,7 @@ class Leaving(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """An item and another bin that it may go to.
+    """Item ``number`` and another bin that it may go to.
 
     ``here`` and ``there`` are the keys that its own bin and the other fetch for its document. ``whole``, ``tail`` and
     ``head`` are how their sum changes when the whole item, a little of its tail, or a little of its head moves there,
@@ -107,10 +108,9 @@ class Visit(NamedTuple):
 
 @compiled_leaf
 def detach(items, n, chain, lists, i, x, y, part):
-    """Take rows x..y of item ``i``, all of it or one of its ends, out of its bin; return (index of the item, item
-    count).
+    """Take rows x..y of item ``i``, all of it or one end, out of its bin; return (index of the item, item count).
 
-    ``part`` is the load of these rows. An end becomes an item of its own.
+    ``part`` is the load of these rows. An end becomes a new item, the n-th. The item that is taken out is in no bin.
     """
     d, lo, hi, a = items[i, DOC], items[i, LO], items[i, HI], items[i, BIN]
     if x > lo or y < hi:
@@ -135,7 +135,7 @@ def detach(items, n, chain, lists, i, x, y, part):
 
 @compiled_leaf
 def attach(items, chain, lists, i, b):
-    """Put an item that is in no bin into bin ``b``; join it to an item there that it continues."""
+    """Put an item that is in no bin into bin ``b``; if it continues an item there, join it to that and empty it."""
     j = chain[0, items[i, DOC]]
     while j >= 0:
         if items[j, BIN] == b and (items[j, HI] == items[i, LO] or items[j, LO] == items[i, HI]):
@@ -150,7 +150,10 @@ def attach(items, chain, lists, i, b):
 
 @compiled
 def joined(items, n, documents):
-    """Join items of one bin that continue each other and drop empty ones; return the item count."""
+    """Join items of one bin that continue each other and drop empty ones; return the item count.
+
+    ``documents`` is the number of documents.
+    """
     chain = chains(items, n, documents)
     for i in range(n):
         again = items[i, LO] < items[i, HI]
@@ -176,7 +179,8 @@ def joined(items, n, documents):
 def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
     """Move or exchange rows between bins that share a document while that saves keys within limits.
 
-    Return (item count, pairs tried). The module docstring lists the moves that are tried for each item.
+    Return (item count, pairs of items tried). The module docstring lists the moves that are tried for each item;
+    ``sweeps`` is the most sweeps over all items.
     """
     held, changed, tried = filled(items, n, cap_load, cap_rows), np.zeros(bins, np.int64), 0
     for sweep in range(sweeps):
@@ -196,7 +200,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
 
 @compiled_leaf
 def sweep_items(search, n, sweep):
-    """Do the move that saves most for every item once; return (item count, moves, pairs tried)."""
+    """For each item in turn, do the move that saves most keys, if any does; return (item count, moves, pairs tried)."""
     items, moves, tried = search.table.items, 0, 0
     for i in range(n):
         if items[i, BIN] < 0 or n + 2 >= len(items):
@@ -212,7 +216,7 @@ def sweep_items(search, n, sweep):
 
 @compiled_inline
 def carry_out(search, n, i, move):
-    """Do a move of item ``i``; return the item count."""
+    """Do a :class:`Move` of item ``i``; return the item count."""
     items, chain, lists = search.table.items, search.table.chain, search.lists
     home, part = items[i, BIN], load_of(search.ruler, items[i, DOC], move.lo, move.hi)
     out, n = detach(items, n, chain, lists, i, move.lo, move.hi, part)
@@ -234,8 +238,10 @@ def better(best, move):
 
 @compiled_inline
 def best_move(search, i, sweep):
-    """Return (the move of item ``i`` that saves most, how many items were tried against it); its bin is -1 if none
-    saves keys.
+    """Return (the move of item ``i`` that saves most keys, how many items were tried against it).
+
+    If no move saves keys, the bin ``to`` of the move is -1. Bins that have not changed since the last sweep are not
+    tried again with each other.
     """
     items, chain, seen, changed = search.table.items, search.table.chain, search.seen, search.changed
     item, tried = item_at(items, i), 0
@@ -259,7 +265,7 @@ def best_move(search, i, sweep):
 
 @compiled_inline
 def when_leaving(search, i, item):
-    """Return how the keys of an item's bin change when the item, or a little of either end, leaves."""
+    """Return how the keys of an item's bin change when item ``i``, or a little of either end, leaves."""
     table, little = search.table, min(search.ruler.grain, item.hi - item.lo)
     here = cost_now(table, item.bin, item.doc)
     whole = bin_cost(table, item.bin, item.doc, i, 0, 0, 0, 0) - here
@@ -270,9 +276,7 @@ def when_leaving(search, i, item):
 
 @compiled_inline
 def best_move_to(search, i, item, leaving, to, best):
-    """Return (the better of ``best`` and the best move of an item to bin ``to``, how many items there were tried
-    against it).
-    """
+    """Return (the better of ``best`` and the best move of item ``i`` to bin ``to``, how many items were tried)."""
     table, bins, lists = search.table, search.bins, search.lists
     there = cost_now(table, to, item.doc)
     whole = leaving.whole + bin_cost(table, to, item.doc, -1, item.lo, item.hi, 0, 0) - there
@@ -300,7 +304,10 @@ def best_move_to(search, i, item, leaving, to, best):
 
 @compiled_inline
 def end_that_fits(search, visit, end, room_load, room_rows):
-    """Return the move of as much of an end of the item as fits into the other bin; it saves nothing if no row fits."""
+    """Return the move of as much of an end of the item as fits into the other bin; it saves nothing if no row fits.
+
+    ``end`` is ``TAIL`` or ``HEAD``; the rooms are what the other bin may still take.
+    """
     item, ruler = visit.item, search.ruler
     lo, hi, most_rows = item.lo, item.hi, room_rows // ruler.grain * ruler.grain
     if end == TAIL:
@@ -317,9 +324,7 @@ def end_that_fits(search, visit, end, room_load, room_rows):
 
 @compiled_inline
 def best_exchange(search, visit, j, best):
-    """Return the better of ``best`` and the best exchange of an item, or one of its ends, for item ``j`` or an end of
-    it.
-    """
+    """Return the better of ``best`` and the best exchange of an item, or an end of it, for item ``j`` or an end."""
     item, other = visit.item, item_at(search.table.items, j)
     for kind in range(5):
         # An exchange for rows of another document can only be worth it if the item's own move saves keys.
@@ -342,8 +347,9 @@ def best_exchange(search, visit, j, best):
 
 @compiled_inline
 def exchanged_rows(search, item, other, kind):
-    """Return the first and last row that an item gives and that it gets of ``other``; a range is empty if there is no
-    such exchange.
+    """Return the rows that an item gives and those that it gets of ``other``: first, last, first, last (exclusive).
+
+    A range is empty if there is no exchange of this kind.
     """
     if kind == WHOLE_FOR_WHOLE:
         return item.lo, item.hi, other.lo, other.hi
@@ -356,10 +362,10 @@ def exchanged_rows(search, item, other, kind):
 
 @compiled_inline
 def least_end(search, given, taken, end):
-    """Return the fewest rows at an end of ``given`` that make room for all of ``taken`` in its bin, as (first, last)
-    row.
+    """Return the fewest rows at an end of ``given`` that make room for all of ``taken`` in its bin.
 
-    The range is empty if even all rows are too few.
+    The result is (first, last) row, last exclusive. It is empty if it would have to be all rows, or if these are too
+    few.
     """
     bins, ruler, grain, b = search.bins, search.ruler, search.ruler.grain, given.bin
     # A bin that exceeds a limit already may keep as much as it has.
@@ -393,7 +399,8 @@ def within_limits(bins, giver, taker, load, rows):
 def exchange_change(table, visit, other, move, kind, best):
     """Return how an exchange changes the keys that both bins fetch.
 
-    If it saves no more than ``best``, the result may be inexact, but is not below ``best``.
+    If its first parts together save no more than ``best``, the others are not counted; the result is then not below
+    ``best``.
     """
     item, home, to = visit.item, visit.item.bin, visit.to
     stay_lo, stay_hi = (item.lo, move.lo) if move.lo > item.lo else (move.hi, item.hi)

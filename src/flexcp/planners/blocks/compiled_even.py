@@ -35,7 +35,7 @@ from flexcp.planners.blocks.compiled_shared import (
 
 
 class Units(NamedTuple):
-    """Units, each numbered by its first rank.
+    """Units: single ranks, and teams that split rows. A unit is numbered by its first rank.
 
     ``of[rank]`` is the unit of a rank, ``team`` how many ranks a unit has, ``excess`` how many rows too many it keeps
     (negative: too few), and ``room`` how much more load it may take.
@@ -48,8 +48,9 @@ class Units(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """What is needed to pass rows on: items (whose bins are units), the items of each unit as a linked list that begins
-    with ``lists[0, u]``, the units, and the loads of rows.
+    """What is needed to pass rows on: the table of items, whose bins are units, the units, and the loads of rows.
+
+    The items of unit u are a linked list that begins with ``lists[0, u]``; ``lists[1, i]`` is the item after i.
     """
 
     table: Table
@@ -59,7 +60,7 @@ class Passing(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The cheapest ways from one unit to all others.
+    """The cheapest ways to pass rows on from one unit to all others.
 
     For each unit: the ``cost`` in keys, the unit ``before`` it, that unit's item ``via`` which gives rows, whether it
     gives its last rows (``tail``), their load (``carried``), and whether no cheaper way is left (``done``). ``near`` is
@@ -79,8 +80,8 @@ class Ways(NamedTuple):
 def even_rows(work, targets, limit, ruler, kv, row, reads):
     """Return ``work`` with rows passed on until units keep the ``targets`` of their ranks, with loads within ``limit``.
 
-    Rows stay where passing them on would cost too much. ``kv`` and ``row`` are the bytes of a key and of a row's q and
-    o.
+    ``targets`` are numbers of rows. Rows stay where passing them on would cost too much. ``kv`` and ``row`` are the
+    bytes of a key and of a row's q and o.
     """
     ranks = len(targets)
     units, fixed = make_units(work, targets)
@@ -109,7 +110,10 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
 
 @compiled
 def make_units(work, targets):
-    """Return (units, still without room; which rows of ``work`` are fixed: whole items on a rank of a team)."""
+    """Return (units, whose room is still 0; which rows of ``work`` are fixed).
+
+    Fixed are whole items on a rank of a team.
+    """
     ranks = len(targets)
     units = Units(np.arange(ranks), np.ones(ranks, np.int64), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64))
     for i in range(len(work)):
@@ -129,7 +133,10 @@ def make_units(work, targets):
 
 @compiled
 def write_units(items, work, fixed, units, limit, ruler):
-    """Write the work that is not fixed as items of units, and the room that units have left; return the item count."""
+    """Write the work that is not ``fixed`` as items of units, and the room that units have left; return the item count.
+
+    Fixed work, whole items on a rank of a team, only takes up room. ``limit`` is the largest load of each rank.
+    """
     ranks, n, left = len(limit), 0, limit.copy()
     for i in range(len(work)):
         load = load_of(ruler, work[i, 2], work[i, 3], work[i, 4])
@@ -151,7 +158,7 @@ def write_units(items, work, fixed, units, limit, ruler):
 
 @compiled_inline
 def pass_rows(passing, n, donor, taker, ways, rows):
-    """Pass ``rows`` rows on from unit to unit; return the item count.
+    """Pass ``rows`` rows on from unit to unit along the way from ``donor`` to ``taker``; return the item count.
 
     The unit at the far end takes first, so that no unit passes on the rows that it has just received.
     """
@@ -177,7 +184,7 @@ def pass_rows(passing, n, donor, taker, ways, rows):
 
 @compiled
 def as_work(work, fixed, items, n, units):
-    """Return the fixed work and the items as a work table."""
+    """Return a work table of the fixed rows of ``work`` and of the first ``n`` items."""
     found, count = np.zeros((len(work) + n, 5), np.int64), 0
     for i in range(len(work)):
         if fixed[i]:
@@ -193,8 +200,9 @@ def as_work(work, fixed, items, n, units):
 
 @compiled
 def path(passing, donor, rows, kv, row):
-    """Return (a unit that lacks rows, ways to it) with the cheapest way for ``rows`` rows from ``donor``; the unit is
-    -1 if all ways cost too much.
+    """Return (a unit that lacks rows, ways) with the cheapest way for ``rows`` rows from ``donor`` to that unit.
+
+    The unit is -1 if all ways cost as much as moving the rows without their work.
     """
     count, limit = len(passing.units.excess), rows * (row + kv) // kv
     cost, before, via = np.full(count, limit, np.int64), np.full(count, -1, np.int64), np.full(count, -1, np.int64)
@@ -232,16 +240,16 @@ def cheapest_taker(passing, ways, donor, rows, limit):
 
 @compiled_inline
 def end_rows(items, i, end, rows):
-    """Return the first and last row of the first (``end`` 0) or last (1) ``rows`` rows of an item."""
+    """Return the first and last row (exclusive) of the first (``end`` 0) or last (1) ``rows`` rows of item ``i``."""
     return (items[i, HI] - rows, items[i, HI]) if end == 1 else (items[i, LO], items[i, LO] + rows)
 
 
 @compiled_inline
 def reach_holders(passing, ways, donor, giver, i, end, rows):
-    """Extend ways from ``giver`` to units that have rows of the document of item ``i``, which gives ``rows`` rows at
-    one end.
+    """Extend ways from ``giver`` to units that have rows of the document of item ``i``.
 
-    Return what the way to a unit without rows of the document would cost, or HUGE if the item cannot give so many rows.
+    The item gives its first (``end`` 0) or last (1) ``rows`` rows. Return what the way to a unit without rows of the
+    document would cost in keys, or HUGE if the item cannot give so many rows or the giver's load would be too large.
     """
     table, units, items, chain = passing.table, passing.units, passing.table.items, passing.table.chain
     d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
@@ -272,7 +280,10 @@ def reach_holders(passing, ways, donor, giver, i, end, rows):
 
 @compiled_inline
 def reach_strangers(passing, ways, giver, item, tail, rows, cost):
-    """Extend ways from ``giver`` to units that lack rows, with rows of a document that they have no rows of."""
+    """Extend ways from ``giver`` to units that lack rows and need not have rows of the document of ``item``.
+
+    ``cost`` is that of the way to a unit without rows of the document; ``tail`` says that the item gives its last rows.
+    """
     units, items = passing.units, passing.table.items
     x, y = end_rows(items, item, 1 if tail else 0, rows)
     part, cost = load_of(passing.ruler, items[item, DOC], x, y), max(cost, ways.cost[giver])

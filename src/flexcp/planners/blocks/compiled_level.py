@@ -20,7 +20,8 @@ def ramp(x, width):
 def exact_before(d, row, price, layers, sfirst, slices, shift):
     """Return the load of document ``d`` before ``row``, exact at any row.
 
-    It is the closed form of :func:`flexcp.masks.rows_area`; ``sfirst`` is the first slice of each document.
+    It is the closed form of :func:`flexcp.masks.rows_area`, shifted down by ``shift`` bits. ``price`` is the load of a
+    row besides its attention, ``layers[s]`` how often slice s counts, ``sfirst`` the first slice of each document.
     """
     total = row * price
     for s in range(sfirst[d], sfirst[d + 1]):
@@ -35,12 +36,12 @@ def exact_before(d, row, price, layers, sfirst, slices, shift):
 
 @compiled
 def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
-    """Move rows from ranks above ``limit`` to ranks below it until none is above by more than a row; return the row
-    count.
+    """Move rows from ranks above their ``limit`` of load to others; return how many rows ``work`` then has in use.
 
     The rows of ``work`` are (first rank, team size, document, first row, last row), of which the first ``n`` are used;
     the rows of a team load each of its ranks with an equal share. What moves becomes a whole item of the rank that
-    takes it. Ranks of the same node are preferred.
+    takes it. Ranks of the same node (``nodes[rank]``) are preferred. This ends when no rank is above by more than a
+    row, when nothing helps, or when ``work`` is full. The other arguments are those of :func:`exact_before`.
     """
     ranks = len(limit)
     total = np.zeros(ranks, np.int64)
@@ -102,10 +103,10 @@ def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
 
 @compiled
 def loads_before(lengths, first, grain, price, layers, sfirst, slices):
-    """Return the load of each document before every ``grain``-th row and before its end.
+    """Return the load of each document before every ``grain``-th row and before its end, all in one array.
 
-    It is the closed form of :func:`exact_before`, summed over cells of ``grain`` rows; ``first[d]`` is the place of
-    document d in the result.
+    Entry ``first[d] + i`` is the load of document d before row ``i * grain``. Loads are those of :func:`exact_before`
+    without its shift, computed by cells of ``grain`` rows.
     """
     before = np.zeros(first[-1], np.int64)
     for d in range(len(lengths)):
@@ -129,12 +130,12 @@ def loads_before(lengths, first, grain, price, layers, sfirst, slices):
 
 @compiled
 def level_rows(kept, n, room, nodes):
-    """Move tokens from ranks with negative ``room`` to ranks with positive ``room``; return the row count.
+    """Move tokens from ranks with negative ``room`` to ranks with positive ``room``; return how many rows are in use.
 
     The rows of ``kept`` are (rank, first token, last token), sorted by first token, of which the first ``n`` are used;
     the table has space for two more rows per rank. The longest ranges move first, and ranks of the same node are
     preferred. A range that moves as a whole changes its rank; a part of a range becomes a row of its own. A rank that
-    takes tokens never gives any, so the ranges of a rank are sorted only once.
+    takes tokens never gives any, so the ranges of a rank are sorted only once. There must be room for all tokens.
     """
     ranks = len(room)
     longest, begin = 1, np.zeros(ranks + 1, np.int64)

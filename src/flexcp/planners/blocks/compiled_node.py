@@ -1,8 +1,9 @@
 """Loops of a node: place its items on ranks, alone or in teams, and count the bytes that this moves (compiled).
 
-A *work* table has the columns (first rank, team size, document, first row, last row): a team of one rank computes whole
-items, a larger team splits them by heads. A *kept* table has the columns (rank, document, first row, last row). In this
-module, a *parted* item is one that its team splits.
+An *item* is a range of a document's rows, and a *team* is some ranks of the node that may split the heads of an item. A
+*work* table has the columns (first rank, team size, document, first row, last row): a team of one rank computes whole
+items, a larger team splits them by heads. A *kept* table has the columns (rank, document, first row, last row). Last
+rows are exclusive. In this module, a *parted* item is one that its team splits.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from flexcp.planners.blocks.compiled_shared import (
 )
 
 PACKED_AGAIN = 1 << 18
-"""After packing this many items in all, a team splits no more of them, because with many documents every packing takes
-long, and there may be as many packings as items.
+"""After packing this many items in all, a team splits no more of them.
+
+With many documents every packing takes long, and there may be as many packings as items.
 """
 
 
@@ -36,9 +38,11 @@ long, and there may be as many packings as items.
 def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, team, kv, row):
     """Place items on teams of ``team`` ranks, then inside each team.
 
-    Return (work, kept, bytes received, worst violation in millionths, pairs tried). Inside a team, items are split by
-    heads or packed over its ranks. If a rank then exceeds its limit, one more item is split and the others are packed
-    again. ``pack`` is called in one place only, because it is large and compiled into its caller.
+    Return (work, kept, bytes received, worst excess over a limit in millionths of the mean, pairs tried). ``kv`` and
+    ``row`` are the bytes of a key and of a row's q and o; the other arguments are those of
+    :func:`flexcp.planners.blocks.compiled_pack.pack`, with limits of ranks. Inside a team, items are split by heads or
+    packed over its ranks. If a rank then exceeds its limit, one more item is split and the others are packed again.
+    ``pack`` is called in one place only, because it is large and compiled into its caller.
     """
     size, teams = len(cap_load), len(cap_load) // team
     mine, parted, costly = items, np.zeros(len(items), np.bool_), np.zeros(len(items), np.bool_)
@@ -75,7 +79,7 @@ def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
 
 @compiled
 def team_sums(limits, team):
-    """Return the limits of teams, from those of ranks."""
+    """Return the limits of teams of ``team`` ranks, from those of ranks."""
     found = np.zeros(len(limits) // team, np.int64)
     for r in range(len(found) * team):
         found[r // team] += limits[r]
@@ -93,7 +97,7 @@ def less(limits, share, least):
 
 @compiled
 def in_bin(table, b):
-    """Return the items of bin ``b``."""
+    """Return the items of bin ``b`` as a table of their own."""
     found, n = np.empty((len(table), 5), np.int64), 0
     for i in range(len(table)):
         if table[i, BIN] == b:
@@ -104,7 +108,7 @@ def in_bin(table, b):
 
 @compiled
 def unparted(items, parted):
-    """Return the items that are not split, in no bin."""
+    """Return the items that are not split, in no bin and without their loads."""
     found, n = np.empty((len(items), 5), np.int64), 0
     for i in range(len(items)):
         if not parted[i]:
@@ -115,8 +119,9 @@ def unparted(items, parted):
 
 @compiled
 def with_work(work, start, team, items, parted, rest):
-    """Return ``work`` with the work of the team from rank ``start`` on: its split items, and the others where they are
-    packed.
+    """Return ``work`` with the rows added that the team from rank ``start`` on computes.
+
+    These are its split items, and the others (``rest``) on the ranks where they are packed.
     """
     found, n = np.empty((len(work) + len(items) + len(rest), 5), np.int64), len(work)
     for i in range(n):
@@ -133,7 +138,7 @@ def with_work(work, start, team, items, parted, rest):
 
 @compiled
 def too_large(items, aim):
-    """Return which items are too large for a rank of the team."""
+    """Return which items have more load than the least ``aim`` of the team's ranks."""
     least, found = aim[0], np.zeros(len(items), np.bool_)
     for r in range(len(aim)):
         least = min(least, aim[r])
@@ -144,7 +149,7 @@ def too_large(items, aim):
 
 @compiled
 def dear_to_fetch(items, team, reads, kv, row):
-    """Return for which items fetching keys costs more than splitting them.
+    """Return for which items it costs more bytes to fetch their keys than to split them over the team.
 
     Splitting exchanges q, o and kv of the rows that other ranks of the team keep.
     """
@@ -160,7 +165,7 @@ def dear_to_fetch(items, team, reads, kv, row):
 
 @compiled
 def share_of_parted(items, parted, costly):
-    """Split further items where that is cheaper; return the load of all split items.
+    """Split further items where that is cheaper (changes ``parted``); return the load of all split items.
 
     If a team splits rows of a document, it fetches the document's keys anyway. Then, for ``costly`` items of the same
     document, exchanging heads costs less than fetching their keys.
@@ -182,7 +187,10 @@ def share_of_parted(items, parted, costly):
 
 @compiled
 def part_another(items, parted, rest, cap_load):
-    """If a rank exceeds its limit, mark the largest item that it got as split; return whether there was one."""
+    """If a rank exceeds its limit, mark the largest item that it got as split; return whether there was one.
+
+    The mark is in ``parted``, on all ``items`` that overlap with it.
+    """
     over = np.zeros(len(cap_load), np.int64)
     for i in range(len(rest)):
         over[rest[i, BIN]] += rest[i, LOAD]
@@ -256,7 +264,10 @@ def kept_rows(work, ranks, targets):
 
 @compiled
 def water(counts, rows):
-    """Return how many of ``rows`` each rank gets so that the numbers of rows become as equal as possible."""
+    """Return how many of ``rows`` each rank gets so that the numbers of rows become as equal as possible.
+
+    ``counts`` are the rows that ranks have already.
+    """
     order = stable_order(counts)
     held, wet = 0, 0
     while wet < len(counts) and counts[order[wet]] * wet <= rows + held:
@@ -271,7 +282,7 @@ def water(counts, rows):
 
 @compiled
 def violations(work, kept, ruler, cap_load, cap_rows):
-    """Return how far the worst rank exceeds a limit, in millionths of the mean."""
+    """Return how far the worst rank exceeds a limit, in millionths of the mean of load or rows."""
     ranks = len(cap_load)
     load, rows = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     for i in range(len(work)):
@@ -294,8 +305,9 @@ def violations(work, kept, ruler, cap_load, cap_rows):
 
 @compiled
 def received(work, kept, ranks, kv, row, reads):
-    """Return the bytes that all ranks receive: ``kv`` for a key with all heads, ``row`` for a row's q and o with all
-    heads.
+    """Return the bytes that all ranks receive.
+
+    ``kv`` is the bytes of a key with all heads, ``row`` those of a row's q and o with all heads.
     """
     most = most_spans(reads)
     rows, owned = np.zeros((len(work), 2), np.int64), np.zeros((len(kept), 2), np.int64)

@@ -29,9 +29,10 @@ from flexcp.planners.blocks.compiled_shared import (
 
 @compiled_leaf
 def snapped(cut, lo, hi, slices, s0, s1):
-    """Return a cut, moved to where a slice begins a little later if there is one.
+    """Return a cut of the rows ``lo..hi``, moved to where a slice begins a little later, if there is such a slice.
 
-    Rows before such a place are of no use to the rows after it.
+    ``slices[s0:s1]`` are those of the document; only slices whose first key is after ``lo`` count. Rows before the
+    beginning of such a slice are of no use to the rows after it.
     """
     reach = cut + (hi - cut) // 4
     best = cut
@@ -43,11 +44,12 @@ def snapped(cut, lo, hi, slices, s0, s1):
 
 @compiled
 def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
-    """Open bins for the tails of items that exceed a bin; return the item count.
+    """Put the tails of items that exceed a bin into bins of their own; return the number of items.
 
-    With ``fill``, the bin of a tail is filled up to its share of rows, first with the lightest whole items, then with
-    the first rows of the item itself. Late rows with much work and early rows with little work together meet both
-    limits, and the tail needs the early rows as keys anyway.
+    The first ``n`` rows of ``items`` are in use. A tail has about the load ``aim_load`` of its bin and at most
+    ``cap_rows`` rows. With ``fill``, the bin of a tail is filled up to its share of rows, first with the lightest whole
+    items, then with the first rows of the item itself. Late rows with much work and early rows with little work
+    together meet both limits, and the tail needs the early rows as keys anyway.
     """
     grain = ruler.grain
     opened, lightest = 0, 0
@@ -119,7 +121,7 @@ def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
     """Put the items that are in no bin yet, largest first, whole into bins.
 
     Each goes to the bin whose fuller limit, load or rows, is then least full; bins that stay within their limits are
-    preferred.
+    preferred. The size of an item is its larger part of the mean load or the mean rows.
     """
     load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     size = np.zeros(n, np.int64)
@@ -155,7 +157,7 @@ def at_least_one(caps):
 
 @compiled
 def with_room(items, count):
-    """Return the items in a table of ``count`` rows."""
+    """Return the items in a larger table of ``count`` rows."""
     table = np.zeros((count, 5), np.int64)
     for i in range(len(items)):
         write_item(table, i, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
@@ -166,9 +168,11 @@ def with_room(items, count):
 def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps):
     """Peel, deal and repair once for each variant, and climb from the best.
 
-    Return (table of items, keys fetched, worst violation in millionths, pairs tried). Pairs are of an item and a bin,
-    or of two items. ``fills`` and ``aims`` describe the variants, ``enough`` is how many that keep all limits suffice,
-    ``moves`` and ``sweeps`` limit repair and climb, ``weight`` is the cost in keys of exceeding a limit by the mean.
+    Return (table of items, keys fetched, worst excess over a limit in millionths of the mean, pairs tried). Pairs are
+    of an item and a bin, or of two items. ``cap_load`` and ``cap_rows`` are the limits of bins, ``aim`` the load that
+    peeling aims for. ``fills`` and ``aims`` describe the variants (``VARIANTS`` of :mod:`flexcp.planners.blocks.pack`),
+    ``enough`` is how many that keep all limits suffice, ``moves`` and ``sweeps`` limit repair and climb, ``weight`` is
+    the cost in keys of exceeding a limit by the mean.
     """
     bins, count = len(cap_load), len(items)
     best = np.zeros((count, 5), np.int64)

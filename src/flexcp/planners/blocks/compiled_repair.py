@@ -1,10 +1,10 @@
 """Loops of repairing: rows leave the bin that exceeds its limits most (compiled).
 
-For every item of the worst bin and every other bin, this tries to move the item or one of its ends: as much as the
-worst bin has too much (of load or of rows), or as much as fits into the other bin. Only if no such move lowers the
-violation of the two bins are items exchanged one for one. Moves are compared by their change of the violation,
-multiplied by a weight, plus the change of the keys that bins fetch. Repairing ends when no bin exceeds a limit or when
-nothing helps.
+For every item (a range of a document's rows) of the worst bin and every other bin, this tries to move the item or one
+of its ends: as much as the worst bin has too much (of load or of rows), or as much as fits into the other bin. Only if
+no such move lowers the violation of the two bins are items exchanged one for one. Moves are compared by their change of
+the violation, multiplied by a weight, plus the change of the keys that bins fetch. Repairing ends when no bin exceeds a
+limit, when nothing helps, or after a number of moves.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ from flexcp.planners.blocks.compiled_shared import (
 )
 
 WHOLE, TAIL_BY_LOAD, HEAD_BY_LOAD, TAIL_BY_ROWS, HEAD_BY_ROWS, PARTS = range(6)
-"""Parts of an item that may leave: all of it, or an end chosen by load or by rows."""
+"""Parts of an item that may leave: all of it, or an end chosen by load or by rows. ``PARTS`` is their number."""
 FIRST, LAST, LEAVES, ALONE, KNOWN = range(5)
-"""Columns of what is known about a part: its first and last row, how the keys of its bin change without it, and the
-keys that a bin without other rows of the document would fetch for it.
+"""Columns of what is known about a part: its first and last row, and how keys change if it moves.
+
+``LEAVES`` is how the keys of its bin change without it, ``ALONE`` how many keys a bin without other rows of the
+document would fetch for it. ``KNOWN`` is the number of columns.
 """
 
 
 class Search(NamedTuple):
     """What repairing works on. Only the items ``tried`` are moved; ``over[b]`` is the violation of bin b.
 
-    For the present item: ``holds[b]`` is its index if bin b has rows of its document, and ``known[part]`` has the
-    columns FIRST to ALONE. For exchanges: ``arrives[b]`` is how the keys of bin b change when the item arrives, and
-    ``swaps[j]`` is how keys change when item j leaves its bin for the worst one; both are HUGE as long as they are not
-    known.
+    A violation is a penalty (:func:`violation`), and ``weight`` is what a million of it costs in keys. For the present
+    item: ``holds[b]`` is its index if bin b has rows of its document, and ``known[part]`` has the columns FIRST to
+    ALONE. For exchanges: ``arrives[b]`` is how the keys of bin b change when the item arrives, and ``swaps[j]`` is how
+    keys change when item j leaves its bin for the worst one; both are HUGE as long as they are not known.
     """
 
     table: Table
@@ -74,7 +76,8 @@ class Search(NamedTuple):
 class Move(NamedTuple):
     """Rows ``lo..hi`` of an item go to bin ``to``, in exchange for all of the item ``back``, or for nothing (-1).
 
-    The move with the lowest score is the best.
+    The score is the change of violations times their weight, plus the change of the keys fetched; the lowest is the
+    best.
     """
 
     score: int
@@ -89,7 +92,8 @@ class Move(NamedTuple):
 def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
     """Move, cut and exchange items out of the worst bin while that lowers violation x weight + keys fetched.
 
-    Return (item count, pairs tried). ``moves`` is the most moves.
+    Return (item count, pairs tried). ``moves`` is the most moves, ``weight`` the cost in keys of exceeding a limit by
+    the mean load or the mean rows of a bin.
     """
     table, held = with_chains(items, n, reads), filled(items, n, cap_load, cap_rows)
     tried, count = tried_items(items, n, table.chain, bins)
@@ -123,9 +127,9 @@ def moved_out(search, n, count, moves):
 
 @compiled_inline
 def violation(search, b, load, rows):
-    """Return how far bin ``b`` exceeds its limits with this much more load and rows, as a penalty.
+    """Return how far bin ``b`` would exceed its limits with this much more load and rows, as a penalty.
 
-    An excess x is in millionths of the mean; its penalty is x + x * x / 100,000.
+    An excess x of load or rows is in millionths of the mean; its penalty is x + x * x / 100,000.
     """
     bins, found = search.bins, 0
     excess_load, excess_rows = bins.load[b] + load - bins.cap_load[b], bins.rows[b] + rows - bins.cap_rows[b]
@@ -140,7 +144,7 @@ def violation(search, b, load, rows):
 
 @compiled_inline
 def worst_bin(search):
-    """Return the bin that exceeds its limits most, -1 if none does; write the violation of each bin."""
+    """Return the bin that exceeds its limits most, -1 if none does; write the violation of each bin to ``over``."""
     worst, most = -1, 0
     for b in range(len(search.over)):
         search.over[b] = violation(search, b, 0, 0)
@@ -157,8 +161,10 @@ def better(best, move):
 
 @compiled_inline
 def best_move(search, worst, count):
-    """Return (the best move of an item of the worst bin, or a part of one, to another bin; pairs of item and bin
-    tried).
+    """Return (the best move of an item of the worst bin, or a part of one, to another bin, how many pairs were tried).
+
+    A pair is an item and a bin; ``count`` is how many items may move. The item of the move is -1 if none lowers a
+    violation.
     """
     items, holds, known = search.table.items, search.holds, search.known
     best, steps = Move(HUGE, -1, -1, 0, 0, -1), 0
@@ -181,7 +187,7 @@ def best_move(search, worst, count):
 
 @compiled_inline
 def note_holders(search, i):
-    """Note in ``holds`` which bins have rows of the document of item ``i``."""
+    """Write to ``holds`` which bins have rows of the document of item ``i``."""
     items, chain = search.table.items, search.table.chain
     other = chain[0, items[i, DOC]]
     while other >= 0:
@@ -221,7 +227,7 @@ def best_move_to(search, i, here, to, best):
 
 @compiled_inline
 def rows_of_part(search, item, to, part):
-    """Return the first and last row of a part of an item of the worst bin, which may be empty.
+    """Return the first and last row (exclusive) of a part of an item of the worst bin, which may be empty.
 
     An end has enough rows to remove the excess of the worst bin, or as many as fit into bin ``to``.
     """
@@ -247,7 +253,7 @@ def rows_of_part(search, item, to, part):
 
 @compiled_inline
 def learn_part(search, i, here, part, lo, hi):
-    """Note what is equal for most bins: what the worst bin saves, and what a bin without the document would fetch."""
+    """Note how keys change if a part leaves the worst bin, and how many a bin without the document would fetch."""
     table, known, item = search.table, search.known, item_at(search.table.items, i)
     stay_lo, stay_hi = (item.lo, lo) if lo > item.lo else (hi, item.hi)
     table.ranges[0, 0], table.ranges[0, 1] = lo, hi
@@ -261,7 +267,8 @@ def learn_part(search, i, here, part, lo, hi):
 def best_exchange(search, worst, count):
     """Return (the best exchange of an item of the worst bin for an item of another bin, pairs of items tried).
 
-    The change of an exchange is a sum over its four sides, each of which is computed once.
+    The change of an exchange is a sum over its four sides, each of which is computed once. Items of the same document
+    are not exchanged.
     """
     items, best, steps = search.table.items, Move(HUGE, -1, -1, 0, 0, -1), 0
     for at in range(count):
@@ -276,7 +283,7 @@ def best_exchange(search, worst, count):
 
 @compiled_inline
 def best_exchange_of(search, i, count, best):
-    """Return the better of ``best`` and the best exchange of item ``i``."""
+    """Return the better of ``best`` and the best exchange of item ``i`` for an item of another bin."""
     table, over, arrives, swaps = search.table, search.over, search.arrives, search.swaps
     item = item_at(table.items, i)
     leaves = cost_change(table, item.bin, item.doc, i, 0, 0)
@@ -306,7 +313,7 @@ def best_exchange_of(search, i, count, best):
 
 @compiled_inline
 def carry_out(search, n, count, move):
-    """Do a move; return (item count, how many items may move). A part becomes an item of its own."""
+    """Do a move; return (item count, how many items may move). A part that moves becomes an item of its own."""
     items, chain, i = search.table.items, search.table.chain, move.item
     item = item_at(items, i)
     load, rows = load_of(search.ruler, item.doc, move.lo, move.hi), move.hi - move.lo

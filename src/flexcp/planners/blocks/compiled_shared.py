@@ -1,7 +1,7 @@
 """Loops that several steps of packing share: loads of rows, items, and the keys that rows read (compiled).
 
-All numbers are 64-bit integers, so the result is the same on every machine. Items are rows of one array with the
-columns ``DOC LO HI LOAD BIN``.
+All numbers are 64-bit integers, so the result is the same on every machine. An item, a range of a document's rows, is a
+row of an array with the columns ``DOC LO HI LOAD BIN``. Rows ``lo..hi`` never include ``hi``.
 
 Compiling must not take long. So loops go over elements: operations on whole arrays would also compile the texts of
 their error messages. Sorting is our own (:mod:`flexcp.arrays.compiled_sort`). Every function is compiled once more into
@@ -20,16 +20,18 @@ DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
 TRIED_ITEMS = 4096
-"""If there are more items than this, only some are tried one by one, so that the time of searching is in proportion to
-the number of documents and not to its square.
+"""If there are more items than this, only some are tried one by one.
+
+So the time of searching is in proportion to the number of documents and not to its square.
 """
 HEAVY_PART = 256
 """Items with more than 1/256 of a bin's mean load or rows are always tried."""
 
 
 class Ruler(NamedTuple):
-    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows before row
-    ``min(i * grain, lengths[d])``.
+    """Loads of rows: ``before[first[d] + i]`` is the load of the first ``i * grain`` rows of document d.
+
+    Documents have ``lengths[d]`` rows; the last entry of a document is the load of all of them.
     """
 
     before: Any
@@ -39,10 +41,10 @@ class Ruler(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What rows read: the slices of document d are ``slices[first[d] : first[d + 1]]``.
+    """What rows read: document d has the slices ``slices[first[d] : first[d + 1]]`` (:mod:`flexcp.masks.slices`).
 
-    The thin rows of a document are in none of its slices; they cost every bin with rows of the document ``thin[d]``
-    keys.
+    The thin rows of a document (:mod:`flexcp.planners.blocks.pack`) are in none of its slices; they cost every bin with
+    rows of the document as much as fetching ``thin[d]`` keys.
 
     If ``nested[d]`` is not 0, the document is a tree: the keys of a slice are the rows from its first row to the first
     row of the next slice, and each key is seen by its own row and all later rows of the slice. ``around[s]`` is the
@@ -70,7 +72,8 @@ class Item(NamedTuple):
 class Table(NamedTuple):
     """Items, and what is needed to count the keys that bins fetch.
 
-    These are the chains of items (:func:`chains`), what rows read, and space for ranges of rows and spans of keys.
+    ``chain`` holds the chains of items (:func:`chains`), ``reads`` what rows read. ``ranges`` (of rows) and ``spans``
+    (of keys) are space for intermediate results.
     """
 
     items: Any
@@ -91,13 +94,13 @@ class Bins(NamedTuple):
 
 @compiled_leaf
 def item_at(items, i):
-    """Return item ``i``."""
+    """Return row ``i`` of a table of items as an :class:`Item`."""
     return Item(items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
 
 
 @compiled_leaf
 def write_item(items, i, d, lo, hi, load, b):
-    """Write item ``i``."""
+    """Write an item to row ``i`` of a table: rows ``lo..hi`` of document ``d`` with their load, in bin ``b``."""
     items[i, DOC] = d
     items[i, LO] = lo
     items[i, HI] = hi
@@ -107,7 +110,7 @@ def write_item(items, i, d, lo, hi, load, b):
 
 @compiled_leaf
 def most_spans(reads):
-    """Return the most spans of keys that a range of rows reads, at least 1.
+    """Return the most spans of keys that a range of rows of any document reads, at least 1.
 
     There is one span for each slice, or in a tree one for the rows themselves and one for each slice around them.
     """
@@ -137,8 +140,9 @@ def load_of(ruler, d, lo, hi):
 
 @compiled_leaf
 def tail_within(ruler, d, lo, hi, load):
-    """Return the smallest cut x in [lo, hi] at the grain such that rows x..hi have at most ``load``; hi if there is
-    none.
+    """Return the smallest cut x such that rows ``x..hi`` of document d have at most ``load``; ``hi`` if there is none.
+
+    x is ``lo``, ``hi``, or a multiple of the grain between them.
     """
     base, grain = ruler.first[d], ruler.grain
     low, high = (lo + grain - 1) // grain, (hi + grain - 1) // grain
@@ -154,8 +158,9 @@ def tail_within(ruler, d, lo, hi, load):
 
 @compiled_leaf
 def head_within(ruler, d, lo, hi, load):
-    """Return the largest cut x in [lo, hi] at the grain such that rows lo..x have at most ``load``; lo if there is
-    none.
+    """Return the largest cut x such that rows ``lo..x`` of document d have at most ``load``; ``lo`` if there is none.
+
+    x is ``lo``, ``hi``, or a multiple of the grain between them.
     """
     base, grain = ruler.first[d], ruler.grain
     low, high = lo // grain, (hi + grain - 1) // grain
@@ -171,8 +176,9 @@ def head_within(ruler, d, lo, hi, load):
 
 @compiled_leaf
 def spans_of_slices(rows, count, reads, d, spans):
-    """Write the spans of keys that the rows ``rows[:count]`` of document ``d`` read, sorted by first key; return their
-    number.
+    """Write to ``spans`` the ranges of keys that some rows of document ``d`` read, and return their number.
+
+    The rows are the ranges ``rows[:count]``. Spans are sorted by first key and may overlap.
     """
     slices, found = reads.slices, 0
     for j in range(count):
@@ -196,9 +202,9 @@ def spans_of_slices(rows, count, reads, d, spans):
 
 @compiled_leaf
 def spans_of_tree(rows, count, reads, d, spans):
-    """Write the spans of keys that the rows ``rows[:count]`` of document ``d``, a tree, read; return their number.
+    """Do the same as :func:`spans_of_slices`, faster, for a document that is a tree.
 
-    A range of rows reads itself and what its first row reads before it. Spans are sorted by first key.
+    A range of rows reads itself and what its first row reads before it.
     """
     slices, start, found = reads.slices, reads.first[d], 0
     for j in range(count):
@@ -233,7 +239,11 @@ def spans_of_tree(rows, count, reads, d, spans):
 
 @compiled_leaf
 def fetched(rows, count, owned, kept, reads, d, spans):
-    """Return how many keys the rows ``rows[:count]`` of a document read that are not among ``owned[:kept]``."""
+    """Return how many keys some rows of document ``d`` read that are not kept with them.
+
+    The rows are the ranges ``rows[:count]``, what is kept are the ranges ``owned[:kept]``; ``spans`` is space for
+    results.
+    """
     read = (rows, count, reads, d, spans)
     found = spans_of_tree(*read) if reads.nested[d] else spans_of_slices(*read)
     total, reach = 0, -1
@@ -265,10 +275,11 @@ def chains(items, n, documents):
 
 @compiled
 def tried_items(items, n, chain, bins):
-    """Return (indices of the items that a search may move, how many); the array has space for all items there will be.
+    """Return (indices of the items that a search may move, how many there are).
 
     If there are few items, these are all. If there are many, they are the items of cut documents, the heavy ones, and a
-    regular sample of the light whole items, which are many and much alike.
+    regular sample of the light whole items, which are many and much alike. The array has space for items that are added
+    later.
     """
     found, count = np.empty(len(items), np.int64), 0
     load, rows = 0, 0
@@ -288,7 +299,7 @@ def tried_items(items, n, chain, bins):
 
 @compiled
 def with_chains(items, n, reads):
-    """Return the table of the first ``n`` items, with space for as many ranges as there can be items."""
+    """Return a :class:`Table` of the first ``n`` items, with space for as many ranges as there can be items."""
     room = len(items) + 3
     ranges, spans = np.zeros((room, 2), np.int64), np.zeros((room * most_spans(reads), 2), np.int64)
     return Table(items, chains(items, n, len(reads.thin)), reads, ranges, spans)
@@ -296,7 +307,7 @@ def with_chains(items, n, reads):
 
 @compiled
 def filled(items, n, cap_load, cap_rows):
-    """Return the bins as the first ``n`` items fill them."""
+    """Return the bins with the load and rows of the first ``n`` items, and with the given limits."""
     load, rows = np.zeros(len(cap_load), np.int64), np.zeros(len(cap_load), np.int64)
     for i in range(n):
         load[items[i, BIN]] += items[i, LOAD]
@@ -315,9 +326,10 @@ def pass_on(bins, giver, taker, load, rows):
 
 @compiled_leaf
 def bin_cost(table, b, d, skip, x0, x1, y0, y1):
-    """Return how many keys bin ``b`` fetches for document ``d`` without item ``skip`` and with rows x0..x1 and y0..y1.
+    """Return how many keys bin ``b`` would fetch for document ``d`` with other rows of it than it has.
 
-    Either range may be empty; ``skip`` is -1 for none.
+    Item ``skip`` is left out (-1: none), and the rows x0..x1 and y0..y1 are added; either range may be empty. The price
+    of thin rows is included.
     """
     items, chain, ranges = table.items, table.chain, table.ranges
     count = 0
@@ -340,19 +352,19 @@ def bin_cost(table, b, d, skip, x0, x1, y0, y1):
 
 @compiled_leaf
 def cost_now(table, b, d):
-    """Return how many keys bin ``b`` fetches for document ``d``."""
+    """Return how many keys bin ``b`` fetches for document ``d``, including the price of thin rows."""
     return bin_cost(table, b, d, -1, 0, 0, 0, 0)
 
 
 @compiled_leaf
 def cost_change(table, b, d, skip, x0, x1):
-    """Return how :func:`bin_cost` changes if item ``skip`` is left out and the rows x0..x1 are added."""
+    """Return how the keys of bin ``b`` for document ``d`` change if item ``skip`` leaves and rows x0..x1 come."""
     return bin_cost(table, b, d, skip, x0, x1, 0, 0) - cost_now(table, b, d)
 
 
 @compiled
 def total_cost(items, n, bins, reads):
-    """Return how many keys all bins fetch."""
+    """Return how many keys all bins fetch for the first ``n`` items, including the price of thin rows."""
     table = with_chains(items[:n], n, reads)
     total = 0
     for i in range(n):

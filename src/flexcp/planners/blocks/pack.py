@@ -1,7 +1,7 @@
 """Pack: put row ranges of documents into bins with two limits, load and rows.
 
-An *item* is a range of a document's rows with all their keys, so the rank that gets it computes final outputs. There
-are four steps:
+An *item* is a range of a document's rows with all their keys, so the rank that gets it computes final outputs. A bin is
+a node, a team of ranks or a rank, and the load of rows is their attention work. There are four steps:
 
 - *peel*: while the largest item exceeds a bin, its last rows go into a new bin, and the bin's remaining rows are filled
   with light items. What remains of a causal document is just a shorter document that needs nothing from other bins, and
@@ -15,8 +15,8 @@ are four steps:
 
 *Thin rows.* If a few rows see a whole document (such as the last block of a causal blockwise mask), their rank would
 have to fetch all keys. Instead, every owner of keys computes these rows with its own keys. So the load of a row is its
-own attention, unless it is thin, plus the attention of thin rows to its key (the thin slices, transposed). And every
-bin with rows of such a document also pays for its part of the thin rows.
+own attention, unless it is thin, plus the attention of thin rows to its key (the slices of thin rows with rows and keys
+exchanged). And every bin with rows of such a document also pays for its part of the thin rows.
 
 *Many documents.* Every step takes time in proportion to the number of documents, but repair and climb try pairs of
 items. If there are more than a few thousand items, they try only the items of cut documents, heavy items, and a sample
@@ -41,37 +41,41 @@ from flexcp.masks.nested import FEW, NOT_NESTED
 
 Ints = NDArray[np.int64]
 THIN = 12
-"""A slice with at least this many times more keys than rows, most of them seen, is thin."""
+"""A slice with at least this many times as many keys as rows, and at least half of its pairs seen, is thin."""
 REPAIR_MOVES = 64
 """The most moves of one repair."""
 VARIANTS = np.array([True, True, False, True, False]), np.array([0, 100, 0, -200, 100])
-"""Variants of packing: whether bins with tails are filled with other rows, and how much of the slack above the aim
-peeled bins use, in per cent.
+"""Variants of packing, one entry of both arrays for each.
+
+First, whether peeling fills the bin of a cut tail with other rows. Second, where between the aim and the limit the load
+of such a bin is, in per cent (0: at the aim, 100: at the limit; negative: below the aim).
 """
 VARIANTS_OF_AIMS = np.array([True]), np.array([0])
-"""Variants if the limits come from defaults and not from the user: the first one is nearly as good as the best of all
-(within 2 % for web, libra256k and longalign).
+"""Variants if the limits come from defaults and not from the user: only the first one.
+
+It is nearly as good as the best of all (within 2 % for web, libra256k and longalign).
 """
 VARIANTS_WITHOUT_ROW_LIMIT = np.array([False, False]), np.array([0, 100])
 """Variants if rows are not limited."""
 UNLIMITED = 1 << 36
 """More rows than any bin can hold; its products with a million and with the ranks of a node fit 64 bits."""
 ENOUGH = 2
-"""After this many variants that keep all limits, no more are tried."""
+"""After this many variants that keep all limits, or one that also fetches no keys, no more are tried."""
 SWEEPS = 2
-"""How often climbing looks at every item."""
+"""How often climbing looks at every item at most."""
 VIOLATION_WEIGHT = 8
-"""A bin that exceeds a limit by the mean costs as much as fetching the longest document this many times."""
+"""A bin that exceeds a limit by the mean costs as much as fetching the keys of the longest document this many times."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowLoads:
     """The costs of a batch's rows, in the form that compiled loops need.
 
-    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``. ``slices`` are what rows read (of the
-    mask with the most work, without thin rows); those of document d begin at ``slice_first[d]``. ``thin[m][d]`` is the
-    row at which the thin rows of mask m begin. ``row_price`` is the load of a row besides its attention, and loads are
-    shifted down by ``shift`` bits.
+    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain`` (or before its end). ``slices`` are what
+    rows read, of the mask with the most work and without thin rows; those of document d begin at ``slice_first[d]``.
+    ``thin[m][d]`` is the row at which the thin rows of document d begin under mask m, its length if it has none.
+    ``row_price`` is the load of a row besides its attention, over all layers. Loads in ``prefix`` are shifted down by
+    ``shift`` bits.
     """
 
     batch: Batch
@@ -82,38 +86,42 @@ class RowLoads:
     slice_first: Ints
     thin: tuple[Ints, ...]
     thin_keys: Ints
-    """What the thin rows of each document (of the mask of ``slices``) cost every rank that has rows of it, in keys."""
+    """What the thin rows of each document cost every rank that has rows of it, as a number of fetched keys."""
     row_price: int
     area_slices: Ints
-    """Slices whose areas add up to the load of rows besides their price: what they read, and, transposed, what thin
-    rows read of them.
+    """Slices whose areas add up to the load of rows besides their price, of all masks.
+
+    They are what rows read, and, with rows and keys exchanged, what thin rows read of them.
     """
     area_layers: Ints
+    """For each of ``area_slices``, the layers that use its mask."""
     area_first: Ints
+    """The slices of document d in ``area_slices`` begin at ``area_first[d]``."""
     shift: int
     around: Ints
-    """For each slice of ``slices``, the slice around it, counted from the first of its document."""
+    """For each slice of ``slices``, the slice around it, counted from the first of its document; negative for none."""
     nested: Ints
-    """How many slices of each document are nested in each other at most, or 0 if the document is not a tree
-    (:class:`flexcp.planners.blocks.compiled_shared.Reads`).
+    """How many slices of each document are nested in each other at most, or 0 if the document is not a tree.
+
+    :class:`flexcp.planners.blocks.compiled_shared.Reads` says what a tree is here.
     """
 
     @property
     def ruler(self) -> Any:
-        """The loads in the form that compiled loops take."""
+        """The loads as a ``Ruler``, the form that compiled loops take."""
         from flexcp.planners.blocks.compiled_shared import Ruler
 
         return Ruler(self.prefix, self.first, self.batch.lengths, self.grain)
 
     @property
     def reads(self) -> Any:
-        """What rows read, in the form that compiled loops take."""
+        """What rows read as ``Reads``, the form that compiled loops take."""
         from flexcp.planners.blocks.compiled_shared import Reads
 
         return Reads(self.slices, self.slice_first, self.thin_keys, self.around, self.nested)
 
     def of_documents(self, documents: Ints) -> tuple[Any, Any]:
-        """Return (ruler, reads) of only these documents, numbered anew.
+        """Return (ruler, reads) of only these documents, which get the numbers 0, 1, ... in this order.
 
         The loops go many times over all documents that they are given, so fewer documents save time.
         """
@@ -132,15 +140,16 @@ class RowLoads:
         return int((self.prefix[self.first[1:] - 1] - self.prefix[self.first[:-1]]).sum())
 
     def load(self, document: Ints, lo: Ints, hi: Ints) -> Ints:
-        """Return the loads of row ranges that are cut at the grain."""
+        """Return the loads of row ranges ``lo <= r < hi``; ends are rounded up to multiples of the grain."""
         base = self.first[document]
         return np.asarray(self.prefix[base - (-hi // self.grain)] - self.prefix[base - (-lo // self.grain)])
 
 
 def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None) -> RowLoads:
-    """Return the row loads of a batch; ``price`` is the load of a row besides its attention, per layer.
+    """Return the row loads of a batch; ``price`` is the load of a row besides its attention, in pairs of one layer.
 
-    ``thin_price`` is how many keys cost as much as computing a part of a thin row, or None if no rows are to be thin.
+    Loads are known at multiples of ``grain`` rows. ``thin_price`` is how many keys cost as much as computing a part of
+    a thin row, or None if no rows are to be thin.
     """
     from flexcp.planners.blocks import compiled_level
 
@@ -190,8 +199,7 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
 
 
 def _tree_levels(mask: LayerMask, slices: Ints, lengths: Ints) -> Ints:
-    """Return how many slices are nested in each other at most in each document that is a tree, and 0 for other
-    documents.
+    """Return how many slices are nested in each other at most in each document that is a tree, and 0 for others.
 
     In a tree, every row sees itself, all rows before it in its slice, and all keys of the slices around it.
     """
@@ -215,7 +223,10 @@ def _transposed(slices: Ints) -> Ints:
 
 
 def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
-    """Return the row at which the thin last rows of each document begin, or its length if it has none."""
+    """Return the row at which the thin last rows of each document begin, or its length if it has none.
+
+    Thin rows are those of a thin slice (``THIN``) that ends with the document.
+    """
     begin = lengths.copy()
     owner = np.repeat(np.arange(len(lengths)), np.diff(mask.first))
     s = mask.slices
@@ -228,7 +239,7 @@ def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class BinLimits:
-    """The most load and rows of each bin, and the load that a peeled bin aims for.
+    """The most load and rows of each bin, and the load that bins of peeled tails aim for.
 
     ``firm`` says that the user asked for these limits, so more time is spent on keeping them with few bytes.
     """
@@ -241,10 +252,10 @@ class BinLimits:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Items in bins: ``items[n, 3]`` (document, first row, last row) and the bin of each.
+    """Items in bins: ``items[n, 3]`` (document, first row, last row, last exclusive) and the bin of each.
 
-    ``keys`` is how many keys are fetched, ``violation`` the worst violation of a limit in millionths of the mean,
-    ``steps`` how many pairs were tried.
+    ``keys`` is how many keys bins fetch, ``violation`` the worst excess over a limit in millionths of the mean, and
+    ``steps`` how many pairs of an item and a bin, or of two items, were tried.
     """
 
     items: Ints
@@ -255,7 +266,10 @@ class Packed:
 
 
 def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
-    """Put items ``[n, 3]`` into bins: peel, deal and repair in a few variants, then climb from the best of them."""
+    """Put items ``[n, 3]`` (document, first row, last row) into bins within limits, so that few keys are fetched.
+
+    Peel, deal and repair in a few variants, then climb from the best of them.
+    """
     from flexcp.planners.blocks import compiled_pack
 
     table, keys, over, steps = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
@@ -266,8 +280,8 @@ def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
 class Placed:
     """A node's items on its ranks, in the tables ``work`` and ``kept`` of :mod:`flexcp.planners.blocks.compiled_node`.
 
-    ``bytes`` is how many bytes are received, ``violation`` the worst violation of a limit in millionths of the mean,
-    ``steps`` how many pairs were tried.
+    ``bytes`` is how many bytes are received, ``violation`` the worst excess over a limit in millionths of the mean, and
+    ``steps`` how many pairs of an item and a bin, or of two items, were tried.
     """
 
     work: Ints
@@ -280,7 +294,10 @@ class Placed:
 def place_node(
     loads: RowLoads, items: Ints, limits: BinLimits, teams: Sequence[int], key_bytes: int, row_bytes: int
 ) -> list[Placed]:
-    """Return the placements of a node's items ``[n, 3]`` on its ranks, one for each team size."""
+    """Return the placements of a node's items ``[n, 3]`` on its ranks, one for each team size in ``teams``.
+
+    ``limits`` are those of the node's ranks, ``key_bytes`` the bytes of a key, ``row_bytes`` those of a row's q and o.
+    """
     from flexcp.planners.blocks import compiled_node
 
     documents, measures = np.arange(loads.batch.documents), (loads.ruler, loads.reads)
@@ -297,7 +314,7 @@ def place_node(
 
 
 def _arguments(loads: RowLoads, items: Ints, limits: BinLimits, ruler: Any, reads: Any) -> tuple[Any, ...]:
-    """Return the arguments of the compiled loops."""
+    """Return the arguments that ``compiled_pack.pack`` and ``compiled_node.node`` have in common."""
     weight = VIOLATION_WEIGHT * int(loads.batch.lengths.max())
     limit = (limits.load, limits.rows, limits.aim)
     variants = VARIANTS if limits.firm else VARIANTS_OF_AIMS

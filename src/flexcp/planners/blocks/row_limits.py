@@ -19,9 +19,10 @@ Ints = NDArray[np.int64]
 
 
 def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
-    """Return the work table, with rows moved until every rank's load is within ``limit``.
+    """Return the work table, with rows moved until every rank's load is within ``limit``, or above it by a row.
 
-    Its columns are (first rank, team size, document, first row, last row); ``nodes`` is the node of each rank.
+    Its columns are (first rank, team size, document, first row, last row), last exclusive; ``nodes`` is the node of
+    each rank.
     """
     from flexcp.planners.blocks import compiled_level
 
@@ -32,8 +33,10 @@ def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
 
 
 def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int, row_bytes: int) -> tuple[Ints, Ints]:
-    """Return (work, kept), with rows moved together with their work until every rank keeps its target, where that costs
-    little.
+    """Return the (work, kept) tables after rows moved, with their work, until every rank keeps its target of rows.
+
+    Rows stay where moving them would cost too much or bring a rank's load above ``limit``. ``key_bytes`` and
+    ``row_bytes`` are the bytes of a key and of a row's q and o.
     """
     from flexcp.planners.blocks import compiled_even, compiled_node
 
@@ -42,7 +45,10 @@ def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int
 
 
 def level_rows(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (rank, start, stop) of what ranks keep, with tokens moved from ranks above their limit to others."""
+    """Return (rank, start, stop) of the stream ranges that ranks keep, with none above its limit of tokens.
+
+    Tokens move from ranks above their limit to others, first to ranks of the same node (``nodes[rank]``).
+    """
     from flexcp.planners.blocks import compiled_level
 
     counts = np.zeros(len(limits), np.int64)

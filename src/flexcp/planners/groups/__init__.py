@@ -1,1 +1,1 @@
-"""The strategy ``groups``: each document is placed on a group of ranks whose size it needs."""
+"""The strategy ``groups``: each document is placed on a group of ranks, as large as the document needs."""

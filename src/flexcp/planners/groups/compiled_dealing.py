@@ -18,6 +18,7 @@ from flexcp.arrays.jit import compiled, compiled_leaf
 DOC, LO, HI, LOAD, ATTENTION, SHARED, BIN = range(7)
 COLUMNS = 7
 PACE = 1024
+"""The pace of a bin of mean speed."""
 PARTS = 1 << 30
 """Shares of attention and of tokens are compared in this many parts of the whole."""
 HUGE = 1 << 62
@@ -25,18 +26,17 @@ HUGE = 1 << 62
 
 @compiled
 def deal(items, pace, slack, poured, room):
-    """Return the items with their bins, some of them cut, so that no bin takes more than 1/``slack`` longer than the
-    mean, if possible.
+    """Return the items with their bins, cut where needed so that no bin takes more than 1/``slack`` above the mean.
 
-    ``room`` is the most tokens that a bin should keep, 0 for no limit: a whole item goes to a bin without room only if
-    no bin has room.
+    ``pace`` is the speed of each bin. ``room`` is the most tokens that a bin should keep, 0 for no limit: a whole item
+    goes to a group without room only if no group has room.
 
     An item that is too large for a bin is *long*. Each long item gets a group of bins, as many as it needs, and is cut
-    into equal parts over it. If there are not enough bins for this, the limit is raised until there are; with
-    ``poured``, long items are laid end to end over all bins instead, so that neighbours share a bin. All other items
-    stay whole. They go heaviest first to the group that then finishes first, and inside a group so that attention and
-    tokens are both even, because bins that share a document wait for each other in every layer. In the end, the slowest
-    bin gives parts of items to the fastest, until all are within the limit.
+    into parts over it in proportion to their paces. If there are not enough bins for this, the limit is raised until
+    there are; with ``poured``, long items are laid end to end over all bins instead, so that neighbours share a bin.
+    All other items stay whole. They go heaviest first to the group that then finishes first, and inside a group so that
+    attention and tokens are both even, because bins that share a document wait for each other in every layer. In the
+    end, the slowest bin gives parts of items to the fastest, until all are within the limit.
     """
     bins = len(pace)
     total = 0
@@ -84,7 +84,7 @@ def deal(items, pace, slack, poured, room):
 
 @compiled
 def heaviest_first(items):
-    """Return the order of items by load, the heaviest first."""
+    """Return the indices of the items sorted by load, the heaviest first."""
     keys = np.empty(len(items), np.int64)
     for i in range(len(items)):
         keys[i] = -items[i, LOAD]
@@ -93,7 +93,7 @@ def heaviest_first(items):
 
 @compiled_leaf
 def needed_bins(items, limit):
-    """Return how many bins all items above the limit need together."""
+    """Return how many bins all items above the limit need together, if each takes whole bins of its own."""
     found = 0
     for i in range(len(items)):
         if items[i, LOAD] > limit:
@@ -103,7 +103,10 @@ def needed_bins(items, limit):
 
 @compiled_leaf
 def least_limit(items, low, high, bins):
-    """Return the smallest limit between ``low`` and ``high`` with which there are enough bins."""
+    """Return the smallest limit from ``low`` to ``high`` with which ``bins`` bins are enough for all long items.
+
+    They must be enough with ``high``.
+    """
     while low < high:
         middle = (low + high) // 2
         if needed_bins(items, middle) <= bins:
@@ -115,13 +118,16 @@ def least_limit(items, low, high, bins):
 
 @compiled_leaf
 def share_of(amount, tokens, of):
-    """Return ``amount * tokens / of`` without exceeding 64 bits."""
+    """Return ``amount * tokens / of``, rounded down, without exceeding 64 bits."""
     return amount // of * tokens + amount % of * tokens // of
 
 
 @compiled_leaf
 def write_part(found, at, item, first, last, b):
-    """Write tokens ``first`` to ``last`` of an item, counted from its own beginning, as an item of bin ``b``."""
+    """Write tokens ``first`` to ``last`` (exclusive) of an item as item ``at`` of ``found``, in bin ``b``.
+
+    Tokens are counted from the item's own beginning.
+    """
     tokens = item[HI] - item[LO]
     found[at, DOC] = item[DOC]
     found[at, LO] = item[LO] + first
@@ -134,9 +140,10 @@ def write_part(found, at, item, first, last, b):
 
 @compiled
 def in_groups(items, order, limit, pace, group, found):
-    """Write every long item in equal parts over a group of bins of its own; return the number of parts.
+    """Write every long item in parts over a group of bins of its own; return the number of parts.
 
-    ``group[bin]`` becomes the first bin of the group that the bin belongs to.
+    Parts are in proportion to the paces of bins. ``group[bin]`` becomes the first bin of the group that the bin belongs
+    to.
     """
     used, begin = 0, 0
     for i in order:
@@ -159,8 +166,9 @@ def in_groups(items, order, limit, pace, group, found):
 
 @compiled
 def laid_end_to_end(items, order, limit, pace, found):
-    """Write the long items one after the other over the bins, each bin filled up to the limit; return the number of
-    parts.
+    """Write the long items one after the other over the bins; return the number of parts.
+
+    Each bin is filled up to the limit, times its pace.
     """
     used, b = 0, 0
     room = limit * pace[0] // PACE
@@ -185,7 +193,7 @@ def laid_end_to_end(items, order, limit, pace, found):
 
 @compiled
 def inside_groups(found, start, used, group, pace):
-    """Spread the items from ``start`` on, which are in the first bin of their group, over all bins of their group."""
+    """Spread items over the bins of their groups; those from ``start`` to ``used`` are all in the first bin of one."""
     for g in range(len(group)):
         size = 0
         for b in range(len(group)):
@@ -207,11 +215,11 @@ def inside_groups(found, start, used, group, pace):
 
 @compiled
 def spread_evenly(items, mine, pace, held, tokens):
-    """Return the bin of each of the items ``mine``, so that attention and tokens are both even.
+    """Return the bin of each of the items ``mine`` (indices), so that attention and tokens are both even.
 
-    Items go largest first to the bin whose larger share, of attention or of tokens, is then smallest. ``held`` is the
-    attention that bins already have; ``tokens`` is the total number of tokens, if there are more than those of
-    ``mine``.
+    Items go largest first to the bin whose larger share, of attention or of tokens, is then smallest for its pace.
+    ``held`` is the attention that bins already have; ``tokens`` is the total number of tokens, if there are more than
+    those of ``mine``.
     """
     attention, own = 0, 0
     for i in mine:
@@ -249,7 +257,8 @@ def spread_evenly(items, mine, pace, held, tokens):
 def cut_borders(found, used, pace, even, limit):
     """Move load from the slowest bin to the fastest until all are within the limit; return the number of items.
 
-    The load is cut from the shortest item that has enough; if none has, the heaviest item moves as a whole.
+    ``even`` is the mean load of a bin. The load is cut from the shortest item that has enough; if none has, the
+    heaviest item moves as a whole. There are at most two moves for each bin.
     """
     bins = len(pace)
     load = np.zeros(bins, np.int64)

@@ -1,8 +1,9 @@
 """Loops of a team: which of its items stay whole on one rank, and which are split by heads over the team (compiled).
 
-A split item gives every rank the same attention, whichever rank keeps its rows, and its rows can even out tokens. But
-its queries, keys and results are exchanged. So only as many items are split as are needed to make the team even: first
-those that other teams share, then the heaviest.
+A team is some ranks of one node, and an item is a document or a part of one
+(:mod:`flexcp.planners.groups.compiled_dealing`). A split item gives every rank the same attention, whichever rank keeps
+its rows, and its rows can even out tokens. But its queries, keys and results are exchanged. So only as many items are
+split as are needed to make the team even: first those that other teams share, then the heaviest.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from flexcp.arrays.jit import compiled
 from flexcp.planners.groups.compiled_dealing import ATTENTION, HI, HUGE, LO, PACE, SHARED, spread_evenly
 
 MOST_TRIED = 24
-"""How many different numbers of split items are tried, at growing distances."""
+"""The most numbers of split items that are tried, at growing distances."""
 
 
 @compiled
 def split_by_heads(items, pace, linear, exchange, slack):
-    """Return the rank of each item in its team, or the size of the team if the item is split.
+    """Return the rank of each item in its team, counted from 0, or the size of the team if the item is split.
 
-    ``linear`` is the cost of a token besides attention and ``exchange`` the cost of a split token, both in the unit of
-    loads (:class:`flexcp.planners.groups.priced_documents.PricedDocuments`). 1/``slack`` is how far above the mean a
-    rank may be.
+    ``pace`` is the speed of each rank relative to the mean. ``linear`` is the cost of a token besides attention and
+    ``exchange`` the cost of a split token, both in the unit of loads
+    (:class:`flexcp.planners.groups.priced_documents.PricedDocuments`). 1/``slack`` is how far above the mean attention
+    a rank may be.
     """
     size, n = len(pace), len(items)
     keys, tokens = np.empty(n, np.int64), 0

@@ -1,5 +1,7 @@
-"""groups: place every document on as few ranks as it needs: one rank, a team that splits its heads, or several that
-share its rows.
+"""groups: place every document on as few ranks as it needs.
+
+These are one rank, a team of ranks of one node that split the document's heads, or several units that share its rows. A
+*unit* is a node, a team or a rank.
 
 This extends flexible groups (FCP's second system, the first version of DHP). A document that needs no cut stays whole
 on one rank, groups may have any size, and inside a node a document may be split by heads instead of rows, which moves
@@ -62,14 +64,14 @@ Ints = NDArray[np.int64]
 SLACKS = (2, 12, 25)
 """The values of ``slack`` that are tried, in per cent above the mean."""
 FEW_RANKS = 4
-"""Teams of one rank are tried in addition to larger ones if the heaviest document needs at most this many ranks."""
+"""On several nodes, ``auto`` also tries teams of one rank if the heaviest document needs at most this many ranks."""
 WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
-"""The values of settings that are not numbers."""
+"""The values of the settings that are words and not numbers."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one placement (see the module docstring)."""
+    """The settings of one placement (see the module docstring); ``str`` gives them as ``groups:`` takes them."""
 
     team: int = 1
     slack: int = SLACKS[0]
@@ -81,15 +83,20 @@ class Settings:
 
 
 def groups(request: Request) -> Placement:
-    """Place a batch in flexible groups; settings that the request does not give are those with the least predicted
-    time.
+    """Place a batch in flexible groups, with the settings that have the least predicted time.
+
+    Settings that the request's argument gives are fixed. Raise Refused for a fixed layout, for tolerances, or if the
+    batch does not fit the token cap.
     """
     found = all_groupings(request)
     return found[0] if len(found) == 1 else min(found, key=lambda placement: price_ns(request, placement))
 
 
 def all_groupings(request: Request) -> list[Placement]:
-    """Return the placements of all settings that the request leaves open, without duplicates."""
+    """Return a placement for each combination of settings that the request's argument leaves open, without duplicates.
+
+    Raise Refused as :func:`groups` does.
+    """
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
@@ -116,7 +123,10 @@ def _same(a: Pieces, b: Pieces) -> bool:
 
 
 def _settings(request: Request) -> list[Settings]:
-    """Return the settings to try: all combinations that the request's argument leaves open, except for ``split``."""
+    """Return the settings to try: all combinations worth trying of what the request's argument leaves open.
+
+    ``split`` is not varied: it is ``few`` unless given.
+    """
     given = _given(request)
     teams = [int(given["team"])] if "team" in given else team_sizes(request)
     slacks = (int(given["slack"]),) if "slack" in given else _slacks(request)
@@ -131,7 +141,7 @@ def _settings(request: Request) -> list[Settings]:
 
 
 def _slacks(request: Request) -> tuple[int, ...]:
-    """Return the values of ``slack`` worth trying.
+    """Return the values of ``slack`` worth trying, in per cent above the mean.
 
     The largest is only worth it if exchanges are expensive compared with the work. On several nodes, this is so only if
     layers consist of attention alone.
@@ -141,7 +151,10 @@ def _slacks(request: Request) -> tuple[int, ...]:
 
 
 def _given(request: Request) -> dict[str, str]:
-    """Return the settings in the request's argument; raise ValueError or Refused for wrong ones."""
+    """Return the settings in the request's argument, name to value.
+
+    Raise ValueError for an unknown name or a wrong value, Refused for a team size that does not suit heads and nodes.
+    """
     found: dict[str, str] = {}
     example = "as in groups:team=8+slack=2+long=whole"
     for part in filter(None, request.argument.split("+")):
@@ -194,10 +207,11 @@ def team_sizes(request: Request) -> list[int]:
 
 
 def searched_settings(request: Request) -> list[str]:
-    """Return the arguments that ``auto`` tries: the sizes of :func:`team_sizes` with all settings, and on several nodes
-    also teams of one rank, if no document needs more than ``FEW_RANKS`` ranks.
+    """Return the arguments of ``groups`` that ``auto`` tries: a ``team=`` for each of :func:`team_sizes`.
 
-    Documents that need few ranks move the fewest bytes when cut by rows. Documents that need many move fewer in teams.
+    Other settings are left open. On several nodes, teams of one rank are added if no document needs more than
+    ``FEW_RANKS`` ranks. Documents that need few ranks move the fewest bytes when cut by rows; documents that need many
+    move fewer in teams.
     """
     likely = team_sizes(request)
     found = [f"team={team}" for team in likely]
@@ -212,7 +226,7 @@ def searched_settings(request: Request) -> list[str]:
 
 
 def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pieces:
-    """Return the pieces of all documents: on which ranks and teams they are."""
+    """Return the pieces of all documents, each with the rank or team that it is on."""
     from flexcp.planners.groups.compiled_dealing import BIN, COLUMNS, DOC, HI, LO, deal
     from flexcp.planners.groups.compiled_team import split_by_heads
 
@@ -221,7 +235,7 @@ def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pi
     slack, poured = max(1, 100 // settings.slack), settings.long == "poured"
 
     def dealt(items: Ints, ranks: Ints, size: int) -> list[Ints]:
-        """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of all ranks."""
+        """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of the ranks to deal to."""
         if len(ranks) == size:
             return [items]
         room = 0 if request.token_cap is None else request.token_cap * size
@@ -255,7 +269,7 @@ def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pi
 
 
 def _pace(speeds: Ints) -> Ints:
-    """Return speeds relative to their mean, in the unit of the compiled loops."""
+    """Return speeds relative to their mean, in 1/``PACE`` as compiled loops take them."""
     from flexcp.planners.groups.compiled_dealing import PACE
 
     return np.asarray(np.maximum(speeds * PACE * len(speeds) // speeds.sum(), 1))
@@ -273,7 +287,7 @@ def _joined(pieces: Pieces) -> Pieces:
 
 
 def _note(placement: Placement, settings: Settings) -> str:
-    """Return the settings, in the form that ``groups:`` takes, and how many ranks documents have."""
+    """Return the settings, as ``groups:`` takes them, and on how many ranks documents are computed."""
     regions = placement.regions[0]
     computed = np.unique(regions.document * placement.ranks + regions.rank)
     ranks = np.bincount(computed // placement.ranks, minlength=placement.batch.documents)

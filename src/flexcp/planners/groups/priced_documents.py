@@ -1,4 +1,4 @@
-"""Priced documents: the costs of a batch's documents, for :mod:`flexcp.planners.groups.groups`.
+"""Priced documents: what documents cost, for :mod:`flexcp.planners.groups.groups`.
 
 Costs are integers in *pairs* (:mod:`flexcp.cost`), over all layers.
 """
@@ -18,18 +18,20 @@ from flexcp.simulator.copies import copy_mbps
 Ints = NDArray[np.int64]
 MILLION = 1_000_000
 LARGEST_LOAD = 1 << 49
-"""The loads of a batch are shifted down together until their sum is below this, so that compiled loops can multiply
-them by a pace.
+"""The loads of a batch are shifted down together until their sum has no more bits than this number.
+
+So compiled loops can multiply them by a pace within 64 bits.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class PricedDocuments:
-    """The costs of a batch's documents in pairs over all layers.
+    """The costs of a batch's documents over all layers, in (query, key) pairs.
 
     ``attention`` and ``load`` (attention and the rest of the layers) are those of each document. ``linear`` is the cost
-    of a token outside attention, ``row`` the cost of a row besides its pairs, and ``exchange[u]`` the cost of a token
-    whose heads are split over ``u`` ranks, for each of these ranks. All but ``row`` may be shifted (``LARGEST_LOAD``).
+    of a token outside attention, ``row`` the cost of a row besides its pairs (``linear`` and its share of a row tile),
+    and ``exchange[u]`` the cost of a token whose heads are split over ``u`` ranks, for each of these ranks. All but
+    ``row`` may be shifted down (``LARGEST_LOAD``).
     """
 
     attention: Ints
@@ -40,7 +42,7 @@ class PricedDocuments:
 
 
 def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
-    """Return the costs of a batch, with ``exchange`` for teams of the given sizes."""
+    """Return the costs of a batch's documents, with ``exchange`` for teams of the given sizes."""
     batch, cost = request.batch, request.cost
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
@@ -59,7 +61,7 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
 
 
 def _exchange(request: Request, team: int) -> int:
-    """Return the cost of a split token for a rank of its team, in pairs of one layer.
+    """Return the cost of a split token for each rank of a team of ``team`` ranks, in pairs of one layer.
 
     It is the time in which the rank receives its heads of a token from another rank, forward and backward, and returns
     results. Half of the transfer time is assumed to be hidden; the copies before and after transfers never are.

@@ -29,14 +29,16 @@ from flexcp.planners.token_runs import equalised, head_regions, row_regions, run
 
 Ints = NDArray[np.int64]
 CLOSE_TO_EVEN = 64
-"""Rows are not chosen in another way, and pads are accepted, if that costs at most 1/64 of an even share; cost models
-have larger errors.
-"""
+"""An excess of 1/64 of an even share is accepted, in the load of chosen rows and for pads; cost models err by more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Table):
-    """Pieces (see the module docstring), sorted by document and token."""
+    """Parts of documents and their ranks, sorted by document and token.
+
+    The ``size`` ranks from ``first`` on share as much of the load of ``document`` as its tokens ``lo <= t < hi`` would
+    have if all tokens had the same load.
+    """
 
     first: Ints
     size: Ints
@@ -47,7 +49,7 @@ class Pieces(Table):
 
 @dataclass(frozen=True, eq=False)
 class Ranges(Table):
-    """Ranges of the stream, each with the number of its piece."""
+    """Half-open ranges of the stream, each with the number of the piece that it belongs to."""
 
     piece: Ints
     start: Ints
@@ -77,7 +79,7 @@ def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> P
 
 
 def _rows(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> Ranges:
-    """Return the rows of all pieces, as ranges of the stream."""
+    """Return the rows of all pieces, as ranges of the stream; the module docstring says how they are chosen."""
     number = np.arange(len(pieces), dtype=np.int64)
     whole = pieces.hi - pieces.lo == batch.lengths[pieces.document]
     found = [(number[whole], pieces.lo[whole], pieces.hi[whole])]
@@ -99,14 +101,12 @@ def _rows(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> Ranges:
 
 
 def _consecutive(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
-    """Return (first, last) row of each piece: the rows ``lo..hi``."""
+    """Return (first, last) row of each piece: the rows ``lo <= r < hi``."""
     return pieces.lo, pieces.hi
 
 
 def _zigzag(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
-    """Return (first, last) rows of each piece, two ranges for each: one from the front and one from the back of its
-    document.
-    """
+    """Return (first, last) rows of each piece, two half-open ranges each: at the front and the back of the document."""
     lo, hi, length = pieces.lo, pieces.hi, batch.lengths[pieces.document]
     first = np.stack([lo // 2, length - (hi - hi // 2)], axis=1).reshape(-1)
     last = np.stack([hi // 2, length - (lo - lo // 2)], axis=1).reshape(-1)
@@ -114,7 +114,7 @@ def _zigzag(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
 
 
 def _by_load(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> tuple[Ints, Ints]:
-    """Return (first, last) row of each piece: consecutive rows with the load that its tokens stand for."""
+    """Return (first, last) row of each piece, last exclusive: consecutive rows with the load its tokens stand for."""
     document, length = pieces.document, batch.lengths[pieces.document]
 
     def load_before(row: Ints) -> Ints:
@@ -137,7 +137,7 @@ def _by_load(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> tuple[Int
 def _uneven(batch: Batch, priced: PricedDocuments, pieces: Pieces, first: Ints, last: Ints) -> NDArray[np.bool_]:
     """Return which pieces belong to a document of which some piece has clearly more load than its tokens stand for.
 
-    ``first`` and ``last`` are the rows of the pieces, the same number of ranges for each.
+    ``first`` and ``last`` (exclusive) are the rows of the pieces, the same number of ranges for each.
     """
     document = np.repeat(pieces.document, len(first) // len(pieces))
     area = batch.weighted_rows_area(document, first, last).reshape(len(pieces), -1).sum(axis=1)
@@ -153,7 +153,7 @@ def _uneven(batch: Batch, priced: PricedDocuments, pieces: Pieces, first: Ints, 
 
 
 def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ranges) -> tuple[Ints, Ints, Ints]:
-    """Return (rank, start, stop) of what ranks keep, before any limit is applied."""
+    """Return (rank, start, stop) of the stream ranges that ranks keep, before any limit is applied."""
     alone = pieces.size[ranges.piece] == 1
     rank = pieces.first[ranges.piece[alone]]
     found = [(rank, ranges.start[alone], ranges.stop[alone])]
@@ -178,8 +178,9 @@ def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ran
 
 
 def _levelled(held: Ints, tokens: int) -> Ints:
-    """Return how many of ``tokens`` each rank gets so that ranks, which already have ``held`` tokens, end up as equal
-    as possible.
+    """Return how many of ``tokens`` each rank gets so that ranks end up with numbers as equal as possible.
+
+    ``held`` are the tokens that ranks have already.
     """
     order = np.argsort(held, kind="stable")
     before = np.cumsum(held[order])
@@ -191,8 +192,9 @@ def _levelled(held: Ints, tokens: int) -> Ints:
 
 
 def _limit(request: Request, priced: PricedDocuments) -> int | None:
-    """Return the most tokens a rank may keep, None for no limit: the token cap, and with equal tokens what pads may
-    cost.
+    """Return the most document tokens a rank may keep, None for no limit.
+
+    It is the token cap; with equal tokens it is also limited by what pads may cost.
     """
     cap = request.token_cap
     if not request.equal_tokens:
@@ -206,7 +208,10 @@ def _limit(request: Request, priced: PricedDocuments) -> int | None:
 def _within_limit(
     request: Request, priced: PricedDocuments, rank: Ints, start: Ints, stop: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the ranges of ranks, with the last ranges of ranks above the limit given to other ranks."""
+    """Return the stream ranges that ranks keep, after ranks above the limit gave their last ranges to other ranks.
+
+    Ranks of the same node take first.
+    """
     limit = _limit(request, priced)
     counts = sums(rank, stop - start, request.ranks)
     if limit is None or int(counts.max()) <= limit:

@@ -1,10 +1,12 @@
-"""hypergraph: DCP's placement by hypergraph partitioning, started from the placement of ``blocks`` and with both
-balances, compute and tokens, kept.
+"""hypergraph: improve the placement of ``blocks`` by hypergraph partitioning (DCP's method), within both balances.
 
-There are four other files: the hypergraph of a batch (:mod:`~flexcp.planners.hypergraph.model`), its partitions
-(:mod:`~flexcp.planners.hypergraph.partition`), our search over partitions (:mod:`~flexcp.planners.hypergraph.search`)
-and Mt-KaHyPar's V-cycles (:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This file is the strategy. It runs in rounds,
-each from the best placement so far; the first round begins with step 2:
+The balances are those of compute and of tokens. A hypergraph's vertices are blocks of tokens and tiles of attention
+work, and its nets say who reads what; dividing the vertices into parts with few cut nets places them on ranks with few
+bytes to move. There are four other files: the hypergraph of a batch (:mod:`~flexcp.planners.hypergraph.model`), its
+partitions (:mod:`~flexcp.planners.hypergraph.partition`), our search over partitions
+(:mod:`~flexcp.planners.hypergraph.search`) and Mt-KaHyPar's V-cycles
+(:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This file is the strategy. It runs in rounds, each from the best
+placement so far; the first round begins with step 2:
 
 1. Mt-KaHyPar improves the partition with a V-cycle over nodes, then with one over the ranks of each node.
 2. *repair* brings every rank back within its limits on compute and tokens. If bundles are too large for this, blocks
@@ -40,10 +42,11 @@ from flexcp.planners.request import Refused, Request
 from flexcp.planners.token_runs import even_borders, is_scattered
 
 DEFAULT_TOLERANCE = 0.1
+"""How far above the mean a rank's compute and tokens may be if the request gives no tolerances."""
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
 """The least and the largest number of rounds if the request gives no effort."""
 ROUND_CELLS = 240_000
-"""Between ``FEWEST_ROUNDS`` and ``MOST_ROUNDS``, the number of rounds x tiles x ranks is at most this."""
+"""Between ``FEWEST_ROUNDS`` and ``MOST_ROUNDS``, the product of rounds, tiles and ranks is at most this."""
 VIOLATION_WEIGHT = 2
 """A rank that exceeds a limit by its mean costs as much as this many times all bytes."""
 FINER = 5
@@ -51,7 +54,10 @@ FINER = 5
 
 
 def hypergraph(request: Request) -> Placement:
-    """Place a batch by partitioning its hypergraph of token blocks and tiles."""
+    """Place a batch by partitioning its hypergraph of token blocks and tiles, starting from ``blocks``.
+
+    Raise Refused if Mt-KaHyPar is not installed, if a layout is too scattered or blocks are too small.
+    """
     size = _block_size(request)
     partitioner()
     request = replace(
@@ -77,7 +83,7 @@ def hypergraph(request: Request) -> Placement:
 
 
 def _block_size(request: Request) -> int | None:
-    """Return the tokens of a block that the request's argument gives, or None for the default."""
+    """Return the tokens of a block that the request's argument gives, or None; raise ValueError if it is no number."""
     if not request.argument:
         return None
     try:
@@ -92,7 +98,10 @@ def _block_size(request: Request) -> int | None:
 
 
 def _rounds(request: Request, first: _Candidate) -> int:
-    """Return the number of rounds: the effort, or a number that depends on the size of the hypergraph."""
+    """Return the number of rounds: the effort, or a number that falls with the size of the hypergraph.
+
+    There are none if there is one rank or nothing to move.
+    """
     if request.ranks == 1 or first.bytes == 0:
         return 0
     if request.effort is not None:
@@ -122,7 +131,7 @@ def _round(request: Request, best: _Candidate, size: int | None, limits: RankLim
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A placement as a partition of its own hypergraph, with its exact forward bytes and its time on links."""
+    """A placement as a partition of its own hypergraph, with its exact forward bytes and its nanoseconds on links."""
 
     placement: Placement
     partition: Partition
@@ -130,12 +139,12 @@ class _Candidate:
     link_ns: int
 
     def within(self, limits: RankLimits) -> bool:
-        """Return whether no rank has too much work or too many tokens."""
+        """Return whether no rank has more work or tokens than the limits allow."""
         return bool((self.partition.loads <= limits.loads).all() and (self.partition.tokens <= limits.tokens).all())
 
 
 def _candidate(request: Request, placement: Placement, size: int | None) -> _Candidate:
-    """Return a placement as a candidate."""
+    """Return a placement as a candidate; ``size`` is the tokens of a block, None for the default."""
     partition = Partition(make_tiling(request, placement, size), placement)
     return _Candidate(placement, partition, partition.bytes(), partition.link_ns(request.cost, request.cluster))
 

@@ -2,7 +2,8 @@
 
 Documents are cut into token blocks, and attention into tiles (mask, query block, key block, head group). Blocks and
 tiles are vertices. A *net* joins a block with the tiles that read the same tokens of it; its weight is the bytes of
-these tokens. So the sum of ``weight x (ranks spanned - 1)`` is the forward volume:
+these tokens. A partition gives each vertex a rank. So the sum of ``weight x (ranks spanned - 1)`` is the volume of the
+forward in bytes:
 
 - keys: one net with their block, ``kv`` bytes;
 - rows: one net with their block, ``q + o`` bytes, and one net of only the tiles, for the bytes that a partial output
@@ -39,18 +40,20 @@ Ints = NDArray[np.int64]
 DEFAULT_BLOCKS = 128
 """About how many blocks a batch has if the block size is not given."""
 ROWS, KEYS = (Kind.Q, Kind.O), (Kind.KV,)
+"""The kinds that move for the rows of a tile, and for its keys, in the forward."""
 BACKWARD = {ROWS: (Kind.Q, Kind.DO, Kind.DQ), KEYS: (Kind.KV, Kind.DKV)}
-"""The kinds that move in the backward for those that move in the forward."""
+"""For the kinds that move in the forward, the kinds that move in the backward."""
 MOST_TILES = 1 << 24
-"""The most tiles of a batch, including empty ones. Each takes some hundred bytes while tiles are made (an estimate, not
-measured).
+"""The most tiles of a batch, including empty ones.
+
+Each takes some hundred bytes while tiles are made (an estimate, not measured).
 """
 NO_CUTS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Table):
-    """Token blocks: ranges of the stream inside one document."""
+    """Token blocks: ranges ``start <= t < stop`` of the stream, each inside one document."""
 
     start: Ints
     stop: Ints
@@ -59,10 +62,11 @@ class Blocks(Table):
 
 @dataclass(frozen=True, eq=False)
 class Tiles(Table):
-    """Tiles that contain pairs of the mask.
+    """Tiles in which the mask allows at least one (query, key) pair.
 
-    ``rows`` and ``keys`` are numbers of blocks; ``strip`` is the same number for all tiles of a mask, query block and
-    head group; ``load`` is pairs x query heads x layers.
+    ``rows`` and ``keys`` are the numbers of the query block and the key block, ``h0 <= h < h1`` the query heads.
+    ``strip`` is the same number for all tiles of a mask, query block and head group. ``load`` is pairs x query heads x
+    layers.
     """
 
     mask: Ints
@@ -79,7 +83,8 @@ class Nets(Table):
     """Sets of tokens of a block that are read by the same tiles.
 
     ``price`` is the bytes for each rank that reads them and does not keep them; ``extra`` is how many more bytes that
-    is if several ranks read them. ``back_price`` and ``back_extra`` are the same for the backward.
+    is if several ranks read them, because outputs are then partial. ``back_price`` and ``back_extra`` are the same for
+    the backward. All are for all layers.
     """
 
     block: Ints
@@ -91,7 +96,7 @@ class Nets(Table):
 
 @dataclass(frozen=True, eq=False)
 class Pins(Table):
-    """Which tiles are in which net."""
+    """Which tiles are in which net: one row for each pair of a net and a tile."""
 
     net: Ints
     tile: Ints
@@ -110,7 +115,11 @@ class Tiling:
 
 
 def make_tiling(request: Request, placement: Placement, size: int | None, cuts: Ints = NO_CUTS) -> Tiling:
-    """Return the hypergraph, cut where ``placement`` is cut, at ``cuts``, and otherwise every ``size`` tokens."""
+    """Return the hypergraph of the request's batch.
+
+    Blocks are cut where ``placement`` is cut, at the stream positions ``cuts``, and otherwise every ``size`` tokens.
+    Without a size, there are about ``DEFAULT_BLOCKS`` blocks. Raise Refused if there would be too many tiles.
+    """
     batch = request.batch
     borders = _default_borders(placement, cuts) if size is None else _borders(placement, size, cuts)
     grid = Blocks(borders[:-1], borders[1:], batch.document_of(borders[:-1]))
@@ -141,7 +150,7 @@ def _refuse_small_blocks(batch: Batch, grid: Blocks, groups: _HeadGroups) -> Non
 
 
 def _default_borders(placement: Placement, cuts: Ints) -> Ints:
-    """Return the borders of the finest grid with about the default number of blocks."""
+    """Return the borders of blocks on the finest grid that gives about ``DEFAULT_BLOCKS`` blocks."""
     tokens, documents = placement.batch.tokens, placement.batch.documents
     size = max(1, -(-tokens // DEFAULT_BLOCKS))
     while len(found := _borders(placement, size, cuts)) > DEFAULT_BLOCKS + documents and size < tokens:
@@ -150,8 +159,10 @@ def _default_borders(placement: Placement, cuts: Ints) -> Ints:
 
 
 def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
-    """Return the borders of blocks in the stream: ends of documents, cuts of the placement, ``cuts``, and a grid where
-    these leave room.
+    """Return the borders of blocks in the stream.
+
+    These are the ends of documents, the cuts of the placement, ``cuts``, and a grid of ``size`` tokens where they leave
+    room.
     """
     batch = placement.batch
     found = [batch.starts, placement.runs.start, placement.runs.stop, cuts]
@@ -168,8 +179,9 @@ def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class _HeadGroups:
-    """Head groups of all documents: those of document d are ``first[d]:first[d + 1]``; no document has more than
-    ``most``.
+    """Head groups of all documents: document d has ``first[d]:first[d + 1]``, with query heads ``h0 <= h < h1``.
+
+    No document has more than ``most`` groups.
     """
 
     first: Ints
@@ -179,7 +191,7 @@ class _HeadGroups:
 
 
 def _head_groups(placement: Placement, shape: Shape) -> _HeadGroups:
-    """Return the query heads of each document, cut where any of its regions cuts them."""
+    """Return the head groups of each document: its query heads, cut where any of its regions cuts them."""
     documents = np.arange(placement.batch.documents)
     owner = np.concatenate([documents, *(r.document for r in placement.regions)])
     head = np.concatenate([np.zeros_like(documents), *(r.h0 for r in placement.regions)])
@@ -192,8 +204,9 @@ def _head_groups(placement: Placement, shape: Shape) -> _HeadGroups:
 
 
 def _mask_tiling(request: Request, grid: Blocks, groups: _HeadGroups, number: int) -> tuple[Tiles, Nets, Pins]:
-    """Return the tiles, nets and pins of mask ``number``; a pair of blocks is one tile for each head group of its
-    document.
+    """Return the tiles, nets and pins of mask ``number``.
+
+    A pair of blocks ``grid`` with pairs of the mask is one tile for each head group of its document.
     """
     batch, mask, document = request.batch, request.batch.masks[number], grid.document
     first = offsets(np.bincount(document, minlength=batch.documents))
@@ -221,12 +234,11 @@ def _mask_tiling(request: Request, grid: Blocks, groups: _HeadGroups, number: in
 
 
 def _same_readers(block: Ints, tile: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return sets of tokens of a block that are read by the same tiles: (block, tokens) of each set, (set, tile) of
-    members.
+    """Return the sets of tokens of blocks that are read by the same tiles.
 
-    ``block`` is the block of each tile; ``tile``, ``start`` and ``stop`` list the ranges of it that tiles read. The
-    ranges cut a block into intervals, and intervals with the same tiles are one set. Sets of tiles are compared by sums
-    of random labels.
+    The results are the block and the number of tokens of each set, then (set, tile) for each member. ``block`` is the
+    block of each tile; ``tile``, ``start`` and ``stop`` list the ranges of it that tiles read. The ranges cut a block
+    into intervals, and intervals with the same tiles are one set. Sets of tiles are compared by sums of random labels.
     """
     tile, start, stop = united(tile, start, stop)
     wide = int(stop.max(initial=0)) + 1
@@ -261,10 +273,10 @@ def _by_heads(
     member_tile: Ints,
     tile_first: Ints,
 ) -> tuple[Nets, Pins]:
-    """Return the nets and pins of one side (rows or keys), with a net for each set of tokens and each head group.
+    """Return the nets and pins of one side (``ROWS`` or ``KEYS``): a net for each set of tokens and head group.
 
-    ``block``, ``tokens``, ``member_set`` and ``member_tile`` are the result of :func:`_same_readers`; ``tile_first`` is
-    the first tile of each pair of blocks.
+    ``block``, ``tokens``, ``member_set`` and ``member_tile`` are the result of :func:`_same_readers`; ``document`` is
+    the document of each block, and ``tile_first`` the first tile of each pair of blocks.
     """
     count = np.diff(groups.first)[document[block]]
     of, group = spread(count)

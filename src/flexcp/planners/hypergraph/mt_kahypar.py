@@ -1,5 +1,6 @@
 """Mt-KaHyPar's part: V-cycles that improve a partition over nodes, then over the ranks of each node.
 
+A V-cycle coarsens the hypergraph, improves the partition of the coarse one, and refines it while it is made fine again.
 The partitioner has one weight per vertex: a share of tokens plus a share of compute, in proportions that change from
 round to round. It runs a deterministic preset on one thread with a seed; its other presets do not give the same result
 twice.
@@ -21,15 +22,18 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 TOKEN_SHARES = ((1, 1), (1, 2), (2, 1))
-"""The proportions of all tokens and all compute in the partitioner's weights, round by round."""
+"""The proportions (tokens, compute) of all tokens and all compute in the partitioner's weights, round by round."""
 QUALITY_VERTICES = 2_000
 """Up to this many vertices, the partitioner's better and slower preset is used."""
 SCALE = 1 << 28
-"""The sum of the limits of all parts; the partitioner has 32 bits."""
+"""The sum of the limits of all parts in the partitioner's weights, which have 32 bits."""
 
 
 def partitioner(strategy: str = "hypergraph") -> Any:
-    """Return Mt-KaHyPar, initialised for one thread; raise Refused if the optional package is not installed."""
+    """Return Mt-KaHyPar, initialised for one thread; raise Refused if the optional package is not installed.
+
+    ``strategy`` is for the message.
+    """
     try:
         return initialised()
     except ImportError:
@@ -47,7 +51,10 @@ def initialised() -> Any:
 
 
 def improve(search: Search, seed: int) -> None:
-    """Improve the partition with a V-cycle over nodes, then with one over the ranks of each node."""
+    """Improve the search's partition with a V-cycle over nodes, then with one over the ranks of each node.
+
+    Limits may be exceeded afterwards.
+    """
     p, nodes = search.partition, search.limits.nodes
     if nodes[-1] > 0:
         _settle(search, *_vcycle(search, nodes, seed))
@@ -61,10 +68,10 @@ def improve(search: Search, seed: int) -> None:
 
 
 def _vcycle(search: Search, part_of: Ints, seed: int) -> tuple[Ints, Ints]:
-    """Return the parts of blocks and tiles after Mt-KaHyPar has improved the present ones; -1 for what is in no part.
+    """Return the parts of blocks and of tiles after one V-cycle of Mt-KaHyPar from the present ones.
 
-    ``part_of`` is the part of each rank. If tokens must not move, those of each part are one vertex, so heavy that no
-    part can hold two of them.
+    ``part_of`` is the part of each rank, -1 if its blocks and tiles take no part; these have -1 in the results. If
+    tokens must not move, those of each part are one vertex, so heavy that no part can hold two of them.
     """
     p, t = search.partition, search.partition.tiling
     parts, count = int(part_of.max()) + 1, len(t.blocks)
@@ -107,7 +114,7 @@ def _weights(search: Search, part_of: Ints, movable: Bools, shares: tuple[int, i
 def _improved(
     nets: list[list[int]], prices: list[int], weights: list[int], most: list[int], part: list[int], seed: int
 ) -> Ints:
-    """Return the part of each vertex after one V-cycle from ``part``; a part holds at most its ``most`` of weights."""
+    """Return the part of each vertex after one V-cycle from ``part``; part i holds weights of at most ``most[i]``."""
     import mtkahypar
 
     presets, mt = mtkahypar.PresetType, partitioner()
@@ -124,10 +131,11 @@ def _improved(
 
 
 def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], list[int]]:
-    """Return (nets as Mt-KaHyPar takes them, their prices in its 32 bits), for the vertices of blocks and tiles (-1:
-    none).
+    """Return (the vertices of each net, the prices of nets), as Mt-KaHyPar takes them.
 
-    First come the nets with their blocks, then nets without their blocks, for the extra price.
+    ``vertex`` is the partitioner's number of each block, then of each tile, -1 for none. First come the nets with their
+    blocks, then nets without their blocks, for the extra price. Nets with fewer than two vertices are left out, and
+    prices are scaled so that ``parts`` times their sum fits 32 bits.
     """
     count, tile = len(t.nets), len(t.blocks) + t.pins.tile
     dear = t.nets.extra[t.pins.net] > 0
@@ -148,7 +156,7 @@ def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], lis
 
 
 def _settle(search: Search, owner: Ints, worker: Ints) -> None:
-    """Give blocks and tiles that changed their node a rank in the new node.
+    """Give blocks and tiles that changed their node a rank in the new node; ``owner`` and ``worker`` are the new nodes.
 
     Strips of tiles go to the rank that has most of what they read, blocks to the rank that reads most of them.
     """
@@ -168,7 +176,10 @@ def _settle(search: Search, owner: Ints, worker: Ints) -> None:
 
 
 def _nearest(search: Search, bundles: Bundles, node: Ints) -> Ints:
-    """Return for each bundle the rank of its node that has most of its nets; of equal ones, the least loaded."""
+    """Return for each bundle the rank of its node that has most bytes of its nets; of equal ones the least loaded.
+
+    ``node`` is the node of each bundle.
+    """
     p, t, nodes = search.partition, search.partition.tiling, search.limits.nodes
     of = np.repeat(np.arange(len(node)), np.diff(bundles.first))
     has = p.reads[bundles.net] | (p.owner[t.nets.block[bundles.net]][:, None] == np.arange(t.ranks))

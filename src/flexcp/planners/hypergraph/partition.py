@@ -1,7 +1,8 @@
-"""Partitions of a hypergraph: which rank keeps each block and computes each tile.
+"""Partitions of a hypergraph: which rank keeps each token block and computes each tile of attention.
 
 A partition is made from a placement and can be turned back into one. The bytes that it moves and the loads of its ranks
 follow from a few sums per net and rank, with which moves can be judged quickly.
+(:mod:`flexcp.planners.hypergraph.model` explains blocks, tiles and nets.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Partition:
     """Which rank keeps each block (``owner``) and computes each tile (``worker``), with sums for judging moves.
 
     ``counts[net, rank]`` is how many of the net's tiles the rank computes, ``reads`` whether it computes any, and
-    ``readers[net]`` how many ranks do.
+    ``readers[net]`` how many ranks do. ``loads`` and ``tokens`` are those of each rank.
     """
 
     def __init__(self, tiling: Tiling, placement: Placement) -> None:
@@ -39,7 +40,7 @@ class Partition:
         self.count()
 
     def count(self) -> None:
-        """Compute all sums from owners and workers."""
+        """Compute all sums from ``owner`` and ``worker``."""
         t = self.tiling
         flat = np.bincount(t.pins.net * t.ranks + self.worker[t.pins.tile], minlength=len(t.nets) * t.ranks)
         self.counts = flat.reshape(len(t.nets), t.ranks)
@@ -56,14 +57,15 @@ class Partition:
         return other
 
     def bytes(self) -> int:
-        """Return the forward bytes of all layers."""
+        """Return the bytes that move in the forward of all layers."""
         nets, home = self.tiling.nets, self.owner[self.tiling.nets.block]
         away = self.readers - self.reads[np.arange(len(home)), home]
         return int((away * (nets.price + np.where(self.readers > 1, nets.extra, 0))).sum())
 
     def link_ns(self, cost: CostModel, cluster: Cluster) -> int:
-        """Return the time of all bytes, forward and backward, through one port inside a node and one port between
-        nodes.
+        """Return the nanoseconds of all bytes, forward and backward, if one port carried them one after the other.
+
+        Bytes that stay inside a node go at the speed inside nodes, the others at the speed between nodes.
         """
         nodes = np.arange(cluster.ranks) // cluster.ranks_per_node
         nets, home = self.tiling.nets, self.owner[self.tiling.nets.block]
@@ -76,8 +78,9 @@ class Partition:
 
 
 def _workers(tiling: Tiling, placement: Placement) -> Ints:
-    """Return the rank of the region that contains each tile; regions end at borders of blocks and hold whole head
-    groups.
+    """Return the rank of the region that contains each tile.
+
+    Regions must end at borders of blocks and hold whole head groups.
     """
     tiles, wide = tiling.tiles, len(tiling.blocks) + 1
     worker = np.zeros(len(tiles), np.int64)
@@ -137,7 +140,10 @@ def _regions(partition: Partition, number: int) -> Regions:
 
 
 def _joined(regions: Regions, low: str, high: str) -> Regions:
-    """Return the regions, with those that differ only in adjacent ranges ``low..high`` joined."""
+    """Return the regions, with those joined that are adjacent in ``low..high`` and otherwise equal.
+
+    ``low`` and ``high`` are the names of two columns.
+    """
     if not len(regions):
         return regions
     others = [name for name in Regions.names() if name not in (low, high)]

@@ -1,8 +1,9 @@
 """Search over partitions: bundles of work and tokens move between ranks, judged by the exact bytes that they add.
 
-- *repair*: while a rank exceeds its limit on compute or tokens, the best bundle moves to another rank (a strip of
-  tiles, a block, blocks with their work, and so on): the one that reduces the excess most for the bytes it adds. If
-  bundles are too large, ``cuts`` says where blocks should be cut.
+A bundle is what moves together: a strip of tiles, a block of tokens, blocks with their work, and so on.
+
+- *repair*: while a rank exceeds its limit on compute or tokens, the best bundle moves to another rank: the one that
+  reduces the excess most for the bytes it adds. If bundles are too large, ``cuts`` says where blocks should be cut.
 - *climb*: bundles that save bytes and fit both limits move, or two of them are exchanged, until none is left.
 """
 
@@ -23,11 +24,11 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 REPAIRS = 4
-"""How many moves per rank a repair may make."""
+"""The most moves of a repair, per rank."""
 SWEEPS = 8
-"""How many times a climb looks at all bundles."""
+"""The most times that a climb looks at all bundles."""
 EXCHANGES = 8
-"""How many exchanges are tried for each rank in one sweep."""
+"""The most exchanges that are tried for each rank in one sweep."""
 MILLION = 1_000_000
 FORBIDDEN = 1 << 62
 """The score of a move that is not allowed."""
@@ -49,9 +50,9 @@ class RankLimits:
 class Bundles:
     """What may move together: tiles of one rank, blocks it keeps, or both.
 
-    Bundle i leaves rank ``source[i]`` with its ``load[i]`` and ``tokens[i]``. Its blocks and tiles are those with label
-    ``name[i]``; what is in no bundle has label -1. Its nets are ``net[first[i]:first[i + 1]]``, with ``count`` of its
-    tiles in each (0 if only the move of a block matters).
+    Bundle i leaves rank ``source[i]`` with its ``load[i]`` and ``tokens[i]``. Its blocks and tiles are those whose
+    ``block_label`` or ``tile_label`` is ``name[i]``; what is in no bundle has label -1. Its nets are
+    ``net[first[i]:first[i + 1]]``, with ``count`` of its tiles in each (0 if only the move of a block matters).
     """
 
     block_label: Ints
@@ -74,7 +75,11 @@ class Bundles:
 
 
 class Search:
-    """Repair and climb: moves bundles between ranks within limits."""
+    """Repair and climb: moves bundles between ranks within limits.
+
+    ``column`` is the same number for all tiles of a mask, key block and head group, ``share`` for all tiles of a mask,
+    document and head group; they name bundles, as strips do.
+    """
 
     def __init__(self, partition: Partition, limits: RankLimits) -> None:
         self.partition, self.limits = partition, limits
@@ -90,10 +95,10 @@ class Search:
     # -- repair
 
     def repair(self, weight: int) -> bool:
-        """Move bundles off the rank that exceeds its limits most, each time the best for its bytes; return whether none
-        is left.
+        """Move bundles off the rank that exceeds its limits most; return whether no rank exceeds one in the end.
 
-        ``weight`` is the cost in bytes of exceeding a limit by the mean.
+        Each time, the bundle moves that is best for the bytes it adds. ``weight`` is the cost in bytes of exceeding a
+        limit by the mean.
         """
         p = self.partition
         for _ in range(REPAIRS * p.tiling.ranks):
@@ -109,9 +114,10 @@ class Search:
         return False
 
     def _relief(self, bundles: Bundles, rank: int, now: Ints, weight: int) -> tuple[int, Bundles, int]:
-        """Return (score, bundle, target) of the best move off ``rank``.
+        """Return (score, bundle, target rank) of the best move of a bundle off ``rank``.
 
-        The score is the bytes that the move adds plus the change of the excess ``now`` multiplied by its weight.
+        The score is the bytes that the move adds plus the change of the violation, multiplied by its weight; ``now`` is
+        the violation of each rank. The score is ``FORBIDDEN`` if no move lowers the violation.
         """
         p, most_load, most_tokens = self.partition, self.limits.loads, self.limits.tokens
         left = self._violation(
@@ -139,8 +145,9 @@ class Search:
         return np.asarray(x + x * x // 100_000 + y + y * y // 100_000)
 
     def cuts(self) -> Ints:
-        """Return where to cut blocks of ranks that still exceed limits, so that there are bundles of the size of the
-        excess.
+        """Return the stream positions where to cut blocks of ranks that still exceed limits.
+
+        So there will be bundles of the size of the excess.
         """
         p, t, found = self.partition, self.partition.tiling, [NO_CUTS]
         size = t.blocks.stop - t.blocks.start
@@ -161,7 +168,7 @@ class Search:
     # -- climb
 
     def climb(self) -> None:
-        """Move or exchange bundles that save bytes and fit where they go, until none is left."""
+        """Move or exchange bundles that save bytes and fit where they go, until none is left (or ``SWEEPS`` times)."""
         for _ in range(SWEEPS):
             moved = [self._climb(bundles) for bundles in self._kinds(None)]
             if not any(moved) and not self._exchange():
@@ -234,7 +241,7 @@ class Search:
     # -- bundles
 
     def _kinds(self, rank: int | None) -> Iterator[Bundles]:
-        """Yield the bundles of every kind, of all ranks or of one (then without single tiles)."""
+        """Yield the bundles of each kind (the code lists them), of all ranks or of one, then without single tiles."""
         p, t = self.partition, self.partition.tiling
         tiles = np.ones(len(p.worker), bool) if rank is None else p.worker == rank
         kept = np.ones(len(p.owner), bool) if rank is None else p.owner == rank
@@ -257,7 +264,10 @@ class Search:
             yield self.bundles(no_block, np.arange(len(p.worker)))
 
     def bundles(self, block_label: Ints, tile_label: Ints) -> Bundles:
-        """Return the bundles that labels of blocks and tiles describe (-1: in no bundle)."""
+        """Return the bundles that labels describe: blocks and tiles with the same label are one bundle, -1 is in none.
+
+        All of a bundle must be on one rank.
+        """
         p, t = self.partition, self.partition.tiling
         in_blocks, in_tiles = np.flatnonzero(block_label >= 0), np.flatnonzero(tile_label >= 0)
         name = np.unique(np.concatenate([block_label[in_blocks], tile_label[in_tiles]]))
@@ -285,20 +295,23 @@ class Search:
         )
 
     def _whole(self, one: Bundles) -> bool:
-        """Return whether all of a bundle is still on its source."""
+        """Return whether everything in a bundle is still on its source rank."""
         p = self.partition
         tiles, kept = p.worker[one.tile_label == one.name], p.owner[one.block_label == one.name]
         return bool((tiles == one.source).all() and (kept == one.source).all())
 
     def _allowed(self, bundles: Bundles) -> Ints:
-        """Return the bytes that moving each bundle to each rank would add, ``FORBIDDEN`` where it does not fit."""
+        """Return the bytes that moving each bundle to each rank would add, ``[bundle, rank]``.
+
+        It is ``FORBIDDEN`` where the bundle does not fit.
+        """
         p, load, tokens = self.partition, bundles.load[:, None], bundles.tokens[:, None]
         over = (load > 0) & (p.loads + load > self.limits.loads)
         over |= (tokens > 0) & (p.tokens + tokens > self.limits.tokens)
         return np.where(over, FORBIDDEN, self._changes(bundles))
 
     def _changes(self, bundles: Bundles) -> Ints:
-        """Return the bytes that moving each bundle to each rank would add."""
+        """Return the bytes that moving each bundle to each rank would add to the forward, ``[bundle, rank]``."""
         ranks, bundle_count = self.partition.tiling.ranks, len(bundles.name)
         total = np.zeros((bundle_count, ranks), np.int64)
         low = 0
@@ -310,7 +323,7 @@ class Search:
         return total
 
     def _changes_between(self, bundles: Bundles, low: int, high: int) -> Ints:
-        """Return the bytes that moving each of the bundles ``low..high`` to each rank would add."""
+        """Return the bytes that moving each bundle ``low <= i < high`` to each rank would add, ``[bundle, rank]``."""
         p, t, first = self.partition, self.partition.tiling, bundles.first[low : high + 1]
         net, count = bundles.net[first[0] : first[-1]], bundles.count[first[0] : first[-1]]
         of = np.repeat(np.arange(low, high), np.diff(first))
@@ -355,7 +368,7 @@ class Search:
 
 
 def _millionths(over: Ints, mean: int) -> Ints:
-    """Return the excess in millionths of the mean, rounded up, between 0 and eight means."""
+    """Return the excess ``over`` in millionths of the mean, rounded up; at least 0 and at most eight means."""
     shift = max(0, mean.bit_length() - 40)
     scaled = (np.clip(over, 0, 8 * mean) + (1 << shift) - 1) >> shift
     return np.asarray(-(-scaled * MILLION // (mean >> shift)))

@@ -12,7 +12,7 @@
 
 Each is in a file of its own; shared steps are in :mod:`~flexcp.planners.published.ranges`. They are the *planning* of
 these systems, not their kernels or loaders, and their plans run on our executor. If a system runs several micro-batches
-one after the other, a plan is one of them. None of these planners uses tolerances or rank speeds, and
+one after the other, a plan is one of them. All of these planners refuse tolerances and ignore rank speeds, and
 `max_tokens_per_rank` is only checked afterwards, unless the file says more. `auto`, `groups`, `blocks` and `hypergraph`
 are flexcp's own.
 """

@@ -1,5 +1,4 @@
-"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), by partitioning a hypergraph of token blocks and computation
-blocks.
+"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), by partitioning a hypergraph of token and computation blocks.
 
 The steps of the paper, and how each is done here:
 
@@ -10,12 +9,13 @@ The steps of the paper, and how each is done here:
    and computation blocks. A net joins a block of queries, keys or outputs with everything that reads or writes it, and
    its weight is its bytes, so that the sum of weight x (parts spanned - 1) is the forward volume.
 3. *Partition* over nodes with tolerance 0.4, then inside each node over its ranks with tolerance 0.1, by Mt-KaHyPar
-   without an initial partition. A block that another node keeps is a vertex without weight when its readers are
+   without an initial partition. A block that another node keeps is a vertex with almost no weight when its readers are
    divided, as in DCP's code. The paper asks for both tokens and work within the tolerance, but Mt-KaHyPar has only one
    weight per vertex. In DCP's code tokens outweigh all work, and work is then up to nine times the mean for ragged
    lengths. Here two weightings are tried, tokens far above work and both equal, and the partition whose largest excess
    over a mean is smaller is taken.
-4. *Divisions* by DCP's greedy rule (:mod:`~flexcp.planners.published.dcp_divisions`).
+4. *Divisions*: keys arrive in a few stages, chosen by DCP's greedy rule
+   (:mod:`~flexcp.planners.published.dcp_divisions`).
 5. *Two levels*: what several ranks of a node need crosses to the node once and is passed on inside.
 
 Partitioning is seeded and runs on one thread with a deterministic preset, but it is compiled C++ with floating point
@@ -45,23 +45,27 @@ Ints = NDArray[np.int64]
 NODE_TOLERANCE, RANK_TOLERANCE = 0.4, 0.1
 """The tolerances of the paper, for the division over nodes and over the ranks of a node."""
 TOKEN_SHARES = (1, 64)
-"""The weightings that are tried, as how many times as much as all work all tokens weigh: equal shares, and 64, as in
-DCP's code, where tokens decide.
+"""How many times as much as all work all tokens weigh, one entry for each weighting that is tried.
+
+With 1 both have equal shares; with 64 tokens decide, as in DCP's code.
 """
 SEED = 0
+"""The seed of Mt-KaHyPar."""
 
 
 def dcp(request: Request) -> Placement:
-    """Place a batch as DCP does: token blocks and computation blocks on nodes, then on ranks, with few bytes between
-    them.
-    """
+    """Place a batch as DCP does: token blocks and computation blocks on nodes, then on ranks; few bytes move."""
     return placed_within(request, NODE_TOLERANCE, RANK_TOLERANCE)
 
 
 def placed_within(
     request: Request, node_tolerance: float, rank_tolerance: float, token_shares: Sequence[int] = TOKEN_SHARES
 ) -> Placement:
-    """Return the placement of :func:`dcp` with other tolerances, or with fewer ways to weigh tokens against work."""
+    """Place a batch as :func:`dcp` does, with given tolerances and given weightings of tokens against work.
+
+    A tolerance is how far above the mean a node, or a rank of a node, may be (0.1 is 10 %). ``token_shares`` are as in
+    ``TOKEN_SHARES``. Of the weightings, the one with the least excess of tokens or work over their means is taken.
+    """
     size = whole_number(request.argument, "dcp", "tokens in a block", 1024)
     refuse_layout(request, "dcp")
     refuse_tolerances(request)
@@ -77,8 +81,9 @@ def placed_within(
 
 
 def _cut(request: Request, start: Partition, share: int, node_tolerance: float, rank_tolerance: float) -> Partition:
-    """Return the partition over nodes and then over the ranks of each; all tokens weigh ``share`` times as much as all
-    work.
+    """Return a copy of ``start`` in which blocks and tiles are divided over nodes, then over the ranks of each node.
+
+    In the partitioner's weights, all tokens weigh ``share`` times as much as all work.
     """
     found, tiling, each = start.copy(), start.tiling, request.cluster.ranks_per_node
     count = len(tiling.blocks)
@@ -94,7 +99,10 @@ def _cut(request: Request, start: Partition, share: int, node_tolerance: float, 
 
 
 def _on_one_rank(request: Request) -> Placement:
-    """Return a placement of everything on rank 0 with a region for every KV head, from which only the cuts are used."""
+    """Return a placement with everything on rank 0 and a region for each document and KV head.
+
+    Only its cuts are used: blocks and tiles begin and end where they do.
+    """
     batch, shape = request.batch, request.shape
     runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([batch.tokens]))
     document = np.repeat(np.arange(batch.documents), shape.kv_heads)
@@ -105,7 +113,11 @@ def _on_one_rank(request: Request) -> Placement:
 
 
 def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: float, share: int) -> Ints:
-    """Return the part of each vertex of ``mine``, and 0 for others; blocks that ``mine`` only reads have no weight."""
+    """Divide the blocks and tiles that ``mine`` selects into ``parts`` parts; return the part of each.
+
+    ``mine`` covers all token blocks, then all tiles. Blocks that tiles of ``mine`` read but that are not in ``mine``
+    take part with the least weight; the result holds their parts too, and 0 for everything else.
+    """
     found = np.zeros(len(mine), np.int64)
     count = len(tiling.blocks)
     taking_part = mine.copy()
@@ -123,7 +135,11 @@ def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: flo
 
 
 def _weights(tiling: Tiling, mine: NDArray[np.bool_], share: int) -> Ints:
-    """Return one weight for each vertex: its share of the tokens or of the work of ``mine``."""
+    """Return the partitioner's weight of each block and tile: its share of the tokens or work of ``mine``.
+
+    All tokens together weigh ``share`` times as much as all work. The least weight is 1, also for what is not in
+    ``mine``.
+    """
     tokens, work = tiling.blocks.stop - tiling.blocks.start, tiling.tiles.load
     kept, busy = np.where(mine[: len(tokens)], tokens, 0), np.where(mine[len(tokens) :], work, 0)
     parts = (kept * (share / max(1, int(kept.sum()))), busy / max(1, int(busy.sum())))
@@ -131,7 +147,10 @@ def _weights(tiling: Tiling, mine: NDArray[np.bool_], share: int) -> Ints:
 
 
 def _partitioned(nets: list[list[int]], prices: list[int], weights: list[int], parts: int, tolerance: float) -> Ints:
-    """Return the part of each vertex that Mt-KaHyPar finds without an initial partition."""
+    """Return the part of each vertex that Mt-KaHyPar finds without an initial partition.
+
+    ``nets[i]`` lists the vertices of net i, ``prices`` are the weights of nets and ``weights`` those of vertices.
+    """
     import mtkahypar
 
     mt: Any = partitioner("dcp")

@@ -1,11 +1,11 @@
-"""dcp's divisions: the division, of four, in which the keys of each token block travel to each rank, by DCP's greedy
-rule (arXiv 2510.10620).
+"""dcp's divisions: when the keys of each token block travel to each rank, by DCP's greedy rule (arXiv 2510.10620).
 
-The first division is local work. After that, division by division, the rank with the least ready work takes the key
-block that makes most of its work ready. What a rank sends to other nodes in a division is limited to an even part of
-all that it sends there; the last division takes what is left. Inside a node nothing is limited, so on one node a single
-division has everything. DCP's rule takes computation blocks with all their inputs. Here moved queries arrive before the
-first division, so a key block stands for all computation blocks of a rank that wait for it.
+DCP divides a rank's work into four divisions, and the keys for a division arrive while the one before is computed. The
+first division is local work. After that, division by division, the rank with the least ready work takes the key block
+that makes most of its work ready. What a rank sends to other nodes in a division is limited to an even part of all that
+it sends there; the last division takes what is left. Inside a node nothing is limited, so on one node a single division
+has everything. DCP's rule takes computation blocks with all their inputs. Here moved queries arrive before the first
+division, so a key block stands for all computation blocks of a rank that wait for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from flexcp.plan.placement import Divisions
 from flexcp.planners.hypergraph.partition import Partition
 
 DIVISIONS = 4
+"""The number of divisions, local work included."""
 
 
 def divisions_of(partition: Partition, ranks_per_node: int) -> Divisions:
-    """Return the division of each key block that a rank lacks.
+    """Return in which division, from 1 on, each rank receives each key block; 1 for blocks that it does not receive.
 
-    In each division, the rank with the least ready work takes next, and takes the block that makes most of its work
-    ready among those that fit.
+    In each division, the rank with the least ready work takes next. It takes the block that makes most of its work
+    ready, among the blocks that it lacks and whose owner may still send that many tokens in this division. (Only what
+    goes to other nodes is limited, and nothing in the last division.)
     """
     tiling, ranks, count = partition.tiling, partition.tiling.ranks, len(partition.owner)
     owner, tokens = partition.owner.tolist(), (tiling.blocks.stop - tiling.blocks.start).tolist()

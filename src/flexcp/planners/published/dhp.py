@@ -1,8 +1,8 @@
-"""dhp: the flexible groups of DHP (arXiv 2602.21788), in which every group of documents has a degree of any size.
+"""dhp: the flexible groups of DHP (arXiv 2602.21788), in which a group of documents gets any number of ranks.
 
 The paper's problem: split N ranks into disjoint groups and give every sequence a group, so that the slowest group is as
-fast as possible and no group needs more memory than its ranks have. It is solved in the paper's two stages, with its
-cost model:
+fast as possible and no group needs more memory than its ranks have. The number of ranks of a group is its degree. It is
+solved in the paper's two stages, with its cost model:
 
 1. *Packing* (memory-aware, best-fit decreasing): documents go into atomic groups in the order of their memory. A
    document that fits no group opens a new one with the least number of ranks that it needs, ``ceil(memory / E)``, where
@@ -44,13 +44,13 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 GROWTH = 32
-"""If no memory is given, it grows from the mean number of tokens by 1/32 at a time until the groups fit."""
+"""If the tokens that a rank holds are not given, they grow from the mean by 1/32 at a time until the groups fit."""
 MEMORY_EIGHTHS = (9, 10, 12, 16, 24)
-"""Larger values that are tried after that, in eighths of the mean."""
+"""Larger numbers of tokens per rank that are tried after that, in eighths of the mean."""
 
 
 def dhp(request: Request) -> Placement:
-    """Place a batch as DHP does: documents in atomic groups, each with the degree that makes the slowest fastest."""
+    """Place a batch as DHP does: documents in groups, with numbers of ranks that make the slowest group fastest."""
     refuse_layout(request, "dhp")
     refuse_tolerances(request)
     _, groups, degrees = _fastest(request)
@@ -64,17 +64,23 @@ def dhp(request: Request) -> Placement:
 
 
 def predicted_ns(request: Request) -> int:
-    """Return the time of the slowest group in a step's layers by DHP's cost model, for the groups of :func:`dhp`."""
+    """Return the nanoseconds of the slowest group of :func:`dhp` for all layers of a step, by DHP's cost model."""
     return _fastest(request)[0]
 
 
 def _fastest(request: Request) -> tuple[int, list[list[int]], list[int]]:
-    """Return (time of the slowest group, documents of each group, degree of each) for the best memory."""
+    """Return (nanoseconds of the slowest group, documents of each group, ranks of each) for the best budget.
+
+    A budget is how many tokens a rank holds.
+    """
     return min((_solved(request, budget) for budget in _budgets(request)), key=lambda found: found[0])
 
 
 def _budgets(request: Request) -> list[int]:
-    """Return the numbers of tokens per rank to try: the one that is given, or several."""
+    """Return the numbers of tokens per rank to try: the one that is given, or several if none is.
+
+    Raise Refused if the groups need more ranks than there are with the given one.
+    """
     told = whole_number(request.argument, "dhp", "tokens a rank", 8192)
     if told is not None or request.token_cap is not None:
         budget = told or request.token_cap or 1
@@ -95,7 +101,10 @@ def _budgets(request: Request) -> list[int]:
 
 
 def _solved(request: Request, budget: int) -> tuple[int, list[list[int]], list[int]]:
-    """Return (time of the slowest group, documents of each group, degree of each) if a rank holds ``budget`` tokens."""
+    """Return (nanoseconds of the slowest group, documents of each group, ranks of each group) for one budget.
+
+    ``budget`` is how many tokens a rank holds.
+    """
     groups, least = best_fit(request.batch.lengths, budget)
     times = _times(request, groups)
     degrees = least_slowest(times, least, request.ranks)
@@ -106,9 +115,10 @@ def _solved(request: Request, budget: int) -> tuple[int, list[list[int]], list[i
 
 
 def least_slowest(times: Ints, least: list[int], ranks: int) -> list[int]:
-    """Return the degree of each group with which the slowest group is fastest.
+    """Return the degree (number of ranks) of each group with which the slowest group is fastest.
 
-    ``times[group, d - 1]`` is the time of a group on d ranks, ``least`` the least degree of each group.
+    ``times[group, d - 1]`` is the time of a group on d ranks, ``least`` the least degree of each group. The degrees add
+    up to at most ``ranks``.
     """
     best = np.zeros(ranks + 1, np.int64)  # least time of the groups so far, by the most ranks that they may use
     taken = np.zeros((len(least), ranks + 1), np.int64)
@@ -128,7 +138,7 @@ def least_slowest(times: Ints, least: list[int], ranks: int) -> list[int]:
 
 
 def _times(request: Request, groups: list[list[int]]) -> Ints:
-    """Return the nanoseconds of each group on d ranks, ``[group, d - 1]``."""
+    """Return the nanoseconds of each group on d ranks for all layers of a step, ``[group, d - 1]``."""
     batch, shape, cost = request.batch, request.shape, request.cost
     cluster = replace(request.cluster, speeds=())
     layers = sum(mask.layers for mask in batch.masks)

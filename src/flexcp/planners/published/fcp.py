@@ -44,7 +44,7 @@ BITS = 31
 
 
 def fcp(request: Request) -> Placement:
-    """Place a batch as FCP does: fixed blocks of long and short documents, bin-packed by work and tokens."""
+    """Place a batch as FCP does: blocks of long and short documents, bin-packed onto ranks by work and tokens."""
     size = whole_number(request.argument, "fcp", "tokens in a block", BLOCK) or BLOCK
     refuse_tiny_parts(request, "fcp", size)
     block, start, stop = cut_into_blocks(request.batch.lengths, request.batch.starts, size)
@@ -59,8 +59,10 @@ def fcp(request: Request) -> Placement:
 
 
 def cut_into_blocks(lengths: Ints, starts: Ints, size: int) -> tuple[Ints, Ints, Ints]:
-    """Return (block, start and stop in the stream) of all parts of blocks: zig-zag pairs of long documents, then whole
-    short documents.
+    """Return (block, start, stop) of each stream range of a block; blocks have at most ``size`` tokens.
+
+    A long document is cut into zig-zag pairs of ranges, each pair one block; then come whole short documents, several
+    in a block.
     """
     long, short = np.flatnonzero(lengths > size), np.flatnonzero(lengths <= size)
     count = -(-lengths[long] // size)
@@ -79,7 +81,12 @@ def cut_into_blocks(lengths: Ints, starts: Ints, size: int) -> tuple[Ints, Ints,
 
 
 def _packed(tokens: Ints, work: Ints, ranks: int, room: int) -> Ints:
-    """Return the rank of each block: the largest share goes first, to the rank whose larger share stays smallest."""
+    """Return the rank of each block, from its tokens and its work.
+
+    Blocks with the largest share of all tokens or all work go first, each to the rank whose larger share of the two
+    stays smallest, among the ranks that then keep at most ``room`` tokens; if there is none, to the rank with the
+    fewest tokens.
+    """
     work = work >> max(0, int(work.sum()).bit_length() - BITS)
     all_tokens, all_work = int(tokens.sum()), max(1, int(work.sum()))
     kept, busy = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)

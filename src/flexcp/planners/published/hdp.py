@@ -1,8 +1,9 @@
 """hdp: ByteScale's hybrid data parallelism, with long documents over just enough ranks and short ones whole.
 
 `hdp:b` plans for b tokens per rank, the mean unless given. A document longer than b is placed zig-zag over just enough
-neighbouring ranks. After these, short documents go whole to the rank that finishes first. A rank's time is the area of
-its documents plus the linear cost of their tokens. Only keys of cut documents move.
+neighbouring ranks. After these, short documents go whole to the rank that finishes first. A rank's time is estimated as
+the (query, key) pairs of its documents plus the cost of their tokens in the rest of the layer, in the same unit. Only
+keys of cut documents move.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ Ints = NDArray[np.int64]
 
 
 def hdp(request: Request) -> Placement:
-    """Place a batch as ByteScale does: long documents over just enough ranks, short ones whole, so that ranks finish
-    together.
-    """
+    """Place a batch as ByteScale does: long documents over just enough ranks, short ones whole on one rank."""
     budget = whole_number(request.argument, "hdp", "tokens a rank", 8192) or mean_tokens(request)
     batch = request.batch
     price = request.cost.pairs_per_token(request.shape) * sum(m.layers for m in batch.masks)
@@ -45,7 +44,7 @@ def hdp(request: Request) -> Placement:
 
 
 def _enough(request: Request, document: int, budget: int) -> int:
-    """Return how many ranks a document needs with ``budget`` tokens per rank; raise Refused if there are too few."""
+    """Return how many ranks a document needs with ``budget`` tokens per rank; raise Refused if there are fewer."""
     length = int(request.batch.lengths[document])
     degree = -(-length // budget)
     if degree > request.ranks:
@@ -57,13 +56,16 @@ def _enough(request: Request, document: int, budget: int) -> int:
 
 
 def _least_ready(ready: Ints, degree: int) -> int:
-    """Return the first of the ``degree`` neighbouring ranks whose latest time in ``ready`` is earliest."""
+    """Return the first of ``degree`` neighbouring ranks that are all free earliest; rank r is free at ``ready[r]``."""
     latest = np.lib.stride_tricks.sliding_window_view(ready, degree).max(axis=1)
     return int(latest.argmin())
 
 
 def _dealt_whole(load: Ints, ready: Ints) -> Ints:
-    """Return the rank of each document: heaviest first to the rank that finishes first."""
+    """Return the rank of each document: heaviest first to the rank that finishes first.
+
+    ``ready[rank]`` is when a rank finishes what it has already, in the unit of ``load``.
+    """
     heap = [(int(time), rank) for rank, time in enumerate(ready)]
     heapq.heapify(heap)
     found = np.zeros(len(load), np.int64)

@@ -1,10 +1,10 @@
 """minheap: how MagiAttention's dispatch solver distributes chunks to ranks by default ("min-heap").
 
-`minheap:c` distributes chunks of c tokens, 1,024 unless given: the chunk with the largest area goes first, to the rank
-with the least area among those that still have room. Numbers of chunks differ by at most one (MagiAttention pads the
-stream so that they are equal). Chunks may span documents. Keys come directly from their owners. With `minheap:c,relay`,
-keys that several ranks of a node read cross to the node once and are passed on inside, as in MagiAttention's native
-group collectives (from version 1.1 on).
+`minheap:c` distributes chunks of c tokens, 1,024 unless given: the chunk with the largest area ((query, key) pairs of
+its rows) goes first, to the rank with the least area among those that still have room. Numbers of chunks differ by at
+most one (MagiAttention pads the stream so that they are equal). Chunks may span documents. Keys come directly from
+their owners. With `minheap:c,relay`, keys that several ranks of a node read cross to the node once and are passed on
+inside, as in MagiAttention's native group collectives (from version 1.1 on).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
 CHUNK = 1024
+"""The tokens of a chunk unless given."""
 RELAY = "relay"
 
 
 def minheap(request: Request) -> Placement:
-    """Place a batch as MagiAttention does: chunks of the stream, equally many on every rank, distributed by area."""
+    """Place a batch as MagiAttention does: chunks of the stream, equally many on every rank, balanced in work."""
     number, comma, word = request.argument.partition(",")
     if comma and word != RELAY:
         raise ValueError(
@@ -41,7 +42,10 @@ def minheap(request: Request) -> Placement:
 
 
 def _dealt_equally(area: Ints, ranks: int) -> Ints:
-    """Return the rank of each chunk: heaviest first to the rank with the least area of those that may take one more."""
+    """Return the rank of each chunk: the largest area first, to the rank with the least area that has room.
+
+    A rank has room as long as numbers of chunks differ by at most one in the end.
+    """
     each, extra = divmod(len(area), ranks)
     heap = [(0, r) for r in range(ranks)]
     count = [0] * ranks

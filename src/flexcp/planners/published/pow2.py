@@ -5,7 +5,8 @@ unless given. Documents go longest first to a new group of that size while ranks
 size with the least sum of n^2 / d, then to one of any larger size (Megatron would leave these documents to the next
 micro-batch). If ranks are left, the most loaded of the smallest groups is doubled, as long as possible. Groups are
 placed largest first, so each starts at a multiple of its size. If the number of ranks is not a power of two, the
-largest group is the largest power of two below it, and smaller groups fill the rest.
+largest group is the largest power of two below it, and smaller groups fill the rest. Ranks that no group can use stay
+empty.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ Ints = NDArray[np.int64]
 
 
 def pow2(request: Request) -> Placement:
-    """Place a batch as Megatron does: every document in a group of a power of two of ranks."""
+    """Place a batch as Megatron does: every document in a group of ranks whose size is a power of two."""
     return in_rings(request, "pow2", *_groups(request.batch.lengths, _degrees(request), request.ranks))
 
 
 def _degrees(request: Request) -> list[int]:
-    """Return the power of two that each document needs."""
+    """Return how many ranks each document needs: a power of two, at most the largest that the ranks allow.
+
+    Raise Refused if a document needs more with the tokens per rank that the request's argument gives.
+    """
     budget = whole_number(request.argument, "pow2", "tokens a rank", 8192)
     largest = 1 << (request.ranks.bit_length() - 1)
     found = []
@@ -42,7 +46,10 @@ def _degrees(request: Request) -> list[int]:
 
 
 def _groups(lengths: Ints, degrees: list[int], ranks: int) -> tuple[list[int], list[list[int]]]:
-    """Return (sizes, documents) of the groups, the largest first."""
+    """Return (sizes, documents) of the groups, the largest first; ``degrees`` is how many ranks each document needs.
+
+    Ranks that are left over are groups of one rank without documents.
+    """
     sizes: list[int] = []
     dealt: list[list[int]] = []
     squares: list[int] = []  # sum of n^2 of each group; its load is this sum divided by its size

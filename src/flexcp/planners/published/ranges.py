@@ -1,5 +1,6 @@
-"""Ranges: steps that published planners share. They give stream ranges to ranks, and rows are computed where they are
-kept.
+"""Ranges: steps that published planners share. They give stream ranges to ranks.
+
+Rows are computed where they are kept.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from flexcp.planners.token_runs import (
 
 Ints = NDArray[np.int64]
 Ranges = tuple[Ints, Ints, Ints]
-"""Columns: rank, and start and stop in the stream."""
+"""Columns (rank, start, stop): the tokens ``start <= t < stop`` of the stream go to a rank."""
 NEVER = np.iinfo(np.int64).max
 """A number larger than any time or length."""
 MOST_MEETINGS = 1 << 25
-"""The most pairs of parts of one document on one rank, over all ranks: scheduling counts them one by one, and each
-takes memory.
+"""The most pairs of parts of one document on one rank, over all ranks.
+
+Scheduling counts such pairs one by one, and each takes memory.
 """
 
 
 def whole_number(text: str, name: str, what: str, example: int) -> int | None:
-    """Return the number after a strategy's colon, or None if there is none; raise ValueError if it is no number of at
-    least 1.
+    """Return the number after a strategy's colon, or None if ``text`` is empty; raise ValueError for no number >= 1.
 
     ``name``, ``what`` and ``example`` are for the message: the strategy, what the number counts, and a good value.
     """
@@ -50,7 +51,10 @@ def whole_number(text: str, name: str, what: str, example: int) -> int | None:
 
 
 def refuse_tiny_parts(request: Request, name: str, size: int) -> None:
-    """Raise Refused for parts of ``size`` tokens if a document would have more of them than can be scheduled."""
+    """Raise Refused if parts of ``size`` tokens cut the longest document into more parts than can be scheduled.
+
+    ``name`` is the strategy, for the message.
+    """
     longest = int(request.batch.lengths.max())
     parts = -(-longest // size)
     if parts * parts // request.ranks > MOST_MEETINGS:
@@ -67,7 +71,7 @@ def mean_tokens(request: Request) -> int:
 
 
 def area(batch: Batch, start: Ints, stop: Ints) -> Ints:
-    """Return the pairs of the rows in each stream range, summed over all layers."""
+    """Return the (query, key) pairs of the rows in each stream range ``start <= t < stop``, summed over all layers."""
     index, document, q0, q1 = batch.split_by_document(start, stop)
     total = np.zeros(len(start), np.int64)
     np.add.at(total, index, batch.weighted_rows_area(document, q0, q1))
@@ -75,13 +79,14 @@ def area(batch: Batch, start: Ints, stop: Ints) -> Ints:
 
 
 def document_area(batch: Batch) -> Ints:
-    """Return the pairs of each document, summed over all layers."""
+    """Return the (query, key) pairs of each document, summed over all layers."""
     return area(batch, batch.starts[:-1], batch.starts[1:])
 
 
 def zigzag(start: Ints, length: Ints, ranks: Ints) -> Ranges:
-    """Return the ranges of sequences over ranks: twice as many parts as ranks, the i-th and the i-th from the end on
-    rank i.
+    """Cut each sequence into twice as many parts as ranks; the i-th part and the i-th from the end go to ``ranks[i]``.
+
+    Sequences begin at ``start`` in the stream and have ``length`` tokens. Some ranges may be empty.
     """
     parts = 2 * len(ranks)
     borders = start[:, None] + length[:, None] * np.arange(parts + 1) // parts
@@ -92,7 +97,8 @@ def zigzag(start: Ints, length: Ints, ranks: Ints) -> Ranges:
 def best_fit(lengths: Ints, size: int) -> tuple[list[list[int]], list[int]]:
     """Pack sequences into groups by best fit, the longest first; return (sequences of each group, boxes of each group).
 
-    A box holds ``size`` tokens. A group has one box, or as many as its first sequence needs.
+    A box holds ``size`` tokens. A group has as many boxes as its first sequence needs, and takes later ones that still
+    fit.
     """
     groups: list[list[int]] = []
     least: list[int] = []
@@ -113,13 +119,13 @@ def best_fit(lengths: Ints, size: int) -> tuple[list[list[int]], list[int]]:
 
 
 def joined(ranges: list[Ranges]) -> Ranges:
-    """Return several tables of ranges as one."""
+    """Return several tables of ranges as one table."""
     rank, start, stop = (np.concatenate(column) for column in zip(*ranges, strict=True))
     return rank, start, stop
 
 
 def regions_of(request: Request, ranges: Ranges) -> Regions:
-    """Return regions with all keys and heads of the rows in the ranges."""
+    """Return regions in which each rank computes the rows of its ranges with all keys and heads."""
     return row_regions(request.batch, request.shape.heads, *ranges)
 
 
@@ -138,10 +144,11 @@ def placed(
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
     any_layout: bool = False,
 ) -> Placement:
-    """Return the placement of ranges: rows are computed where they are kept.
+    """Return a placement in which each rank keeps and computes the rows of its ranges.
 
-    With ``any_layout``, a fixed layout is allowed; rows are then computed on the ranks of ``ranges`` and kept where the
-    layout has them.
+    With ``any_layout``, a fixed layout is allowed: rows are computed on the ranks of ``ranges`` and kept where the
+    layout has them. Otherwise raise Refused for a fixed layout, and in any case for tolerances or a rank with too many
+    tokens. ``name`` is the strategy, for messages; ``note`` and ``wishes`` become those of the placement.
     """
     if not any_layout:
         refuse_layout(request, name)
@@ -158,7 +165,7 @@ def placed(
 
 
 def ring_groups(sizes: list[int]) -> Traffic:
-    """Return the traffic of rings of neighbouring ranks with these sizes, one after the other."""
+    """Return traffic in rings of neighbouring ranks: the first ``sizes[0]`` ranks, then ``sizes[1]``, and so on."""
     first = np.concatenate([[0], np.cumsum(sizes)])[:-1].tolist()
     return Traffic("ring", tuple(tuple((rank,) for rank in range(a, a + n)) for a, n in zip(first, sizes, strict=True)))
 
@@ -166,7 +173,8 @@ def ring_groups(sizes: list[int]) -> Traffic:
 def in_rings(request: Request, name: str, sizes: list[int], dealt: list[list[int]], note: str = "") -> Placement:
     """Return the placement of groups as rings: the documents of each group zig-zag over its ranks, keys travel round.
 
-    Groups are neighbouring ranks, from rank 0 on in the order of ``sizes``; ``dealt`` are the documents of each.
+    Groups are neighbouring ranks, from rank 0 on; ``sizes`` are their numbers of ranks, ``dealt`` the documents of
+    each.
     """
     batch, ranges, first = request.batch, [], 0
     for size, documents in zip(sizes, dealt, strict=True):

@@ -1,7 +1,8 @@
 """wlb: WLB-LLM's choice between sharding per document and per sequence.
 
-The way whose slowest rank is faster is taken; every fragment of a document on a rank costs its area and one empty tile
-of the kernel. All keys go to all ranks. WLB-LLM's delay of outlier documents, which changes which documents are in a
+Either way each rank gets a zig-zag pair of parts, of each document or of the whole packed stream. The way whose slowest
+rank is faster is taken; every fragment of a document on a rank costs its (query, key) pairs and those of one tile of
+the kernel. All keys go to all ranks. WLB-LLM's delay of outlier documents, which changes which documents are in a
 step, is left out.
 """
 
@@ -16,7 +17,7 @@ from flexcp.planners.request import Request
 
 
 def wlb(request: Request) -> Placement:
-    """Place a batch as WLB-LLM does: zig-zag per document or per sequence, whichever has the faster slowest rank."""
+    """Place a batch as WLB-LLM does: zig-zag per document or per stream, whichever has the faster slowest rank."""
     if request.argument:
         raise ValueError(f"wlb takes no argument; got 'wlb:{request.argument}'")
     batch, ranks = request.batch, np.arange(request.ranks, dtype=np.int64)
@@ -30,7 +31,10 @@ def wlb(request: Request) -> Placement:
 
 
 def _slowest(request: Request, ranges: Ranges) -> int:
-    """Return the cost of the slowest rank in pairs; every fragment costs one empty tile of the kernel."""
+    """Return the cost of the slowest rank over all layers, in (query, key) pairs.
+
+    Every fragment of a document costs its own pairs and those of one kernel tile (128 x 128) in each layer.
+    """
     regions = regions_of(request, ranges)
     layers = sum(m.layers for m in request.batch.masks)
     fragments = request.batch.weighted_rows_area(regions.document, regions.q0, regions.q1) + layers * TILE_ROWS**2

@@ -41,8 +41,10 @@ Place = Callable[[Request], Placement]
 class StaticMethod:
     """A static strategy with its degree: groups of ``positions`` x ``split`` ranks (ring positions x head groups).
 
-    ``parts`` is how many ranges of rows each document is cut into, 1 if documents are packed first or the layout is
-    fixed. ``dealing`` is how documents are dealt to groups: "" by tokens, ``BY_LOAD`` by load.
+    ``place`` is the strategy's function, ``argument`` what follows the colon of its name, and ``traffic`` a kind of
+    :class:`~flexcp.plan.placement.Traffic`. ``parts`` is how many ranges of rows each document is cut into, 1 if
+    documents are packed first or the layout is fixed. ``dealing`` is how documents are dealt to groups: "" by tokens,
+    ``BY_LOAD`` by load.
     """
 
     strategy: str
@@ -56,12 +58,12 @@ class StaticMethod:
 
     @property
     def name(self) -> str:
-        """The name of the strategy with its argument."""
+        """The name of the strategy as users write it, with its argument and ``@load``."""
         return self.strategy + (":" + self.argument if self.argument else "") + self.dealing
 
     @property
     def request_argument(self) -> str:
-        """The ``argument`` of a request for this method."""
+        """The ``argument`` of a :class:`~flexcp.planners.request.Request` for this method."""
         return self.argument + self.dealing
 
     @property
@@ -71,30 +73,32 @@ class StaticMethod:
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """(Whether it gathers keys, ring positions, head groups, degree)."""
+        """(1 if it gathers keys, else 0; ring positions; head groups; degree), as in :class:`_Columns`."""
         return int(self.traffic == "gather"), self.positions, self.split, self.degree
 
     @property
     def cuts(self) -> int:
-        """How many parts of rounded lengths each document is cut into, which is needed for its price when dealing by
-        load.
+        """How many parts each document is cut into, for dealing by load, which counts the row tiles that cuts add.
+
+        Unlike ``parts``, this counts the two middle parts of a zig-zag separately, although one rank has both.
         """
         return {"ring": self.positions, "zigzag": 2 * self.positions, "usp": 2 * self.positions}.get(self.strategy, 1)
 
     def regions(self, documents: int) -> int:
-        """Return about how many regions its placement has."""
+        """Return about how many regions a placement of this many documents has."""
         return documents * self.parts * self.split
 
     def transfers(self, ranks: int) -> int:
-        """Return about how many transfers the backward of its plan has."""
+        """Return about how many transfers the backward of a plan for this many ranks has."""
         if self.traffic == "gather":
             return 2 * ranks * (self.degree - 1)
         return ranks * self.split * (2 * self.positions + 3) if self.degree > 1 else 0
 
 
 def static_methods(request: Request) -> list[StaticMethod]:
-    """Return the static methods worth considering: every kind over all ranks, over the ranks of a node and over powers
-    of two.
+    """Return the static methods worth considering: each kind over all ranks, over a node, and over powers of two.
+
+    With a fixed layout, only those over all ranks.
     """
     cluster, shape = request.cluster, request.shape
     everyone = request.ranks
@@ -123,15 +127,13 @@ def static_methods(request: Request) -> list[StaticMethod]:
 
 
 def dealt_by_load(methods: Sequence[StaticMethod], request: Request) -> list[StaticMethod]:
-    """Return the methods that make several groups, with documents dealt by load."""
+    """Return those of the methods that make several groups, with documents dealt by load; none with a fixed layout."""
     free = request.layout is None
     return [replace(m, dealing=BY_LOAD) for m in methods if free and m.degree < request.ranks]
 
 
 def _degrees(cluster: Cluster) -> list[int]:
-    """Return the degrees to consider: powers of two, the ranks of a node and all ranks, as far as they divide the
-    ranks.
-    """
+    """Return the degrees to consider: powers of two, the ranks of a node, all ranks; each must divide the ranks."""
     powers = {1 << i for i in range(1, cluster.ranks.bit_length())}
     wanted = powers | {cluster.ranks_per_node, cluster.ranks}
     return sorted(d for d in wanted if d > 1 and cluster.ranks % d == 0)
@@ -145,7 +147,7 @@ def _head_splits(cluster: Cluster, shape: Shape) -> list[int]:
 
 
 def _splits_heads(shape: Shape, split: int) -> bool:
-    """Return whether query heads and KV heads can be split into this many groups."""
+    """Return whether query heads and KV heads can be split into ``split`` groups."""
     return shape.heads % split == 0 and (shape.kv_heads % split == 0 or split % shape.kv_heads == 0)
 
 
@@ -153,7 +155,7 @@ def _splits_heads(shape: Shape, split: int) -> bool:
 
 
 class StaticBounds:
-    """Lower bounds on the predicted times of static methods, in nanoseconds.
+    """Lower bounds on the predicted times of static methods, in nanoseconds of a step.
 
     The slowest rank takes at least as long as the average rank of any group. :meth:`loose` looks at two groups: an
     average one, and one that has only the heaviest document. :meth:`close` deals the documents as the method would. The
@@ -174,7 +176,7 @@ class StaticBounds:
         self._dealt: dict[tuple[int, str, int], Ints] = {}
 
     def loose(self, methods: Sequence[StaticMethod]) -> list[int]:
-        """Return bounds from sums over all documents."""
+        """Return a bound for each method from sums over all documents, which is fast."""
         batch, found = self.request.batch, []
         for method in methods:
             count = self.request.ranks // method.degree
@@ -183,7 +185,7 @@ class StaticBounds:
         return self._bounds(methods, found)
 
     def close(self, methods: Sequence[StaticMethod]) -> list[int]:
-        """Return bounds from the documents of each group."""
+        """Return a closer bound for each method, from the documents that each of its groups would get."""
         batch, found = self.request.batch, []
         for method in methods:
             count = self.request.ranks // method.degree
@@ -203,11 +205,11 @@ class StaticBounds:
     # --- what groups have to do ---------------------------------------------------------------------------------------
 
     def _rows_area(self, mask: LayerMask, first: Ints) -> Ints:
-        """Return the pairs of each document in the rows from ``first`` on."""
+        """Return the (query, key) pairs of each document in its rows from ``first[document]`` on."""
         return mask.rows_area(np.arange(len(first), dtype=np.int64), first, self.request.batch.lengths)
 
     def _work(self, method: StaticMethod) -> list[Ints]:
-        """Return for each mask the pairs of each document plus the price of its row tiles.
+        """Return for each mask the (query, key) pairs of each document plus the price of its row tiles, in pairs.
 
         Every part of a document has at least one row tile in every pass over it.
         """
@@ -229,9 +231,10 @@ class StaticBounds:
         return self._works[parts, positions]
 
     def _work_of_last_parts(self, group: Ints, positions: int) -> list[Ints]:
-        """Return for each mask the pairs of each group's last ring position, including row tiles.
+        """Return for each mask the (query, key) pairs of each group's last ring position, including row tiles.
 
-        Under a causal mask this is the busiest position.
+        Documents are cut into ``positions`` consecutive parts, and ``group`` is the group of each. Under a causal mask
+        the last position is the busiest.
         """
         lengths = self.request.batch.lengths
         first = lengths * (positions - 1) // positions
@@ -243,9 +246,10 @@ class StaticBounds:
         return found
 
     def _work_of_busiest_parts(self, group: Ints, parts: int) -> list[Ints]:
-        """Return for each mask the pairs of each group's busiest part, when its documents are packed and cut evenly.
+        """Return for each mask the (query, key) pairs of each group's busiest part, without row tiles.
 
-        The busiest part is the one with the most pairs over all layers.
+        The documents of a group are packed and cut evenly into ``parts`` parts; ``group`` is the group of each
+        document. The busiest part is the one with the most pairs over all layers.
         """
         lengths, count = self.request.batch.lengths, self.request.ranks // parts
         order = np.argsort(group, kind="stable")
@@ -278,7 +282,7 @@ class StaticBounds:
     # --- what that takes at least -------------------------------------------------------------------------------------
 
     def _bounds(self, methods: Sequence[StaticMethod], groups_of: list[tuple[Ints, list[Ints]]]) -> list[int]:
-        """Return the time of each method's slowest group.
+        """Return the nanoseconds of each method's slowest group.
 
         ``groups_of`` has for each method the tokens of its groups and, for each mask, their pairs.
         """
@@ -302,9 +306,9 @@ class StaticBounds:
         return [int(x) for x in np.maximum.reduceat(ns, np.cumsum(counts) - counts)]
 
     def _attention_ns(self, of: _Columns, tokens: Ints, compute: Ints, backward: bool) -> Ints:
-        """Return the least time of one layer's attention for each group, with as much traffic hidden as possible.
+        """Return the least nanoseconds of one layer's attention for each group, with traffic hidden if possible.
 
-        ``tokens`` and ``compute`` are those of one rank of the group.
+        ``tokens`` and ``compute`` (nanoseconds) are those of one rank of the group.
         """
         shape = self.request.shape
         each = shape.bytes_per_token_head()
@@ -329,13 +333,13 @@ class StaticBounds:
         return np.where(of.gathers, gathered, ring)
 
     def _exchange_ns(self, size: Ints, ranks: Ints) -> Ints:
-        """Return the time in which each of ``ranks`` ranks sends ``size`` bytes to every other."""
+        """Return the nanoseconds in which each of ``ranks`` ranks sends ``size`` bytes to every other."""
         near = np.minimum(ranks, self.request.cluster.ranks_per_node)
         inside, across = size * (near - 1), size * (ranks - near)
         return np.maximum(self._link_ns(inside, np.zeros_like(size)), self._link_ns(across, np.ones_like(size)))
 
     def _link_ns(self, size: Ints, across: Ints | NDArray[np.bool_]) -> Ints:
-        """Return the time of ``size`` bytes through a port inside a node, or across nodes where ``across`` is true."""
+        """Return the nanoseconds of ``size`` bytes through a rank's port, across nodes where ``across`` is true."""
         cost, cluster = self.request.cost, self.request.cluster
         return np.where(across, cost.link_ns(size, cluster.inter_mbps), cost.link_ns(size, cluster.intra_mbps))
 
@@ -350,7 +354,7 @@ class _Columns(NamedTuple):
 
 
 def _sees_all_before(batch: Batch, mask: LayerMask) -> NDArray[np.bool_]:
-    """Return which documents have a first slice in which every row sees all keys up to its own."""
+    """Return which documents have a first slice that spans them and in which every row sees all keys up to its own."""
     at = mask.first[:-1]
     has = at < mask.first[1:]
     found = np.zeros(batch.documents, bool)

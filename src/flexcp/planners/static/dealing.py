@@ -33,8 +33,9 @@ def deals_by_load(text: str) -> bool:
 
 
 def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
-    """Return the documents of each group, dealt as the request's strategy says; each document is cut into ``parts``
-    parts.
+    """Return the documents of each of ``groups`` groups, dealt by tokens or by load as the request's argument says.
+
+    ``parts`` is how many parts each document is cut into; it matters for loads and for the token cap.
     """
     lengths = request.batch.lengths
     if groups == 1 or not deals_by_load(request.argument):
@@ -46,7 +47,10 @@ def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
 
 
 def _loads(request: Request, parts: int) -> Ints:
-    """Return the cost of each document in pairs over all layers, if it is cut into this many parts."""
+    """Return the cost of each document over all layers in (query, key) pairs, if it is cut into ``parts`` parts.
+
+    It includes the row tiles that cuts add, and the cost of tokens outside attention.
+    """
     batch, shape, cost = request.batch, request.shape, request.cost
     tiles_of_cuts = np.maximum(np.minimum(batch.lengths, parts) - -(-batch.lengths // TILE_ROWS), 0)
     beside = tiles_of_cuts * cost.row_tile_pairs + batch.lengths * cost.pairs_per_token(shape)
@@ -60,11 +64,10 @@ def deal(lengths: Ints, groups: int) -> list[Ints]:
 
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
-    """Return the documents of each group: the largest load goes first, to the least loaded group with room for its
-    tokens.
+    """Return the documents of each group: the largest load goes first, to the least loaded group with room for it.
 
-    If no group has room, the document goes to the group with the fewest tokens. ``room`` is the most tokens of a group,
-    None for no limit.
+    A group may have at most ``room`` tokens, None for no limit. If no group has room, the document goes to the group
+    with the fewest tokens.
     """
     # A group in the heap is one integer, load x groups + number, which is fast enough for a million documents.
     heap, kept = list(range(groups)), [0] * groups

@@ -12,7 +12,8 @@
 Without a degree, the group is all ranks. With one, ranks form groups of that size in order (so groups are inside nodes
 if the degree divides a node). Documents are dealt to groups by tokens, or by load with ``@load``
 (:mod:`flexcp.planners.static.dealing`). Documents may have any length and are not padded. With a fixed layout the
-tokens stay where they are, and a strategy decides only about work and traffic.
+tokens stay where they are, and a strategy decides only about work and traffic; `dp`, strategies with a degree below all
+ranks, and layouts of very short runs are then refused.
 """
 
 from __future__ import annotations
@@ -47,31 +48,32 @@ STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
 
 
 def dp(request: Request) -> Placement:
-    """Place a batch with plain data parallelism: no document is cut."""
+    """Place a batch with plain data parallelism: no document is cut, and nothing is sent."""
     if _degrees(request):
         raise ValueError(f"dp takes no degree; got 'dp:{request.argument}'")
     return _placed(request, [((r,),) for r in range(request.ranks)], "needed", _whole)
 
 
 def ring(request: Request) -> Placement:
-    """Place a batch in rings: every document in consecutive parts, keys travel round."""
+    """Place a batch in rings: every document in consecutive parts, one for each rank of a ring; keys travel round."""
     return _placed(request, _columns(request, "ring"), "ring", _consecutive)
 
 
 def zigzag(request: Request) -> Placement:
-    """Place a batch in rings of d positions: every document in 2d parts, the i-th and the i-th from the end on one
-    position.
-    """
+    """Place a batch in rings of d ranks: every document in 2d parts, the i-th and the i-th from the end on rank i."""
     return _placed(request, _columns(request, "zigzag"), "ring", _zigzag)
 
 
 def allgather(request: Request) -> Placement:
-    """Place a batch with gathered keys: the packed stream in equal parts, every rank of a group gets all its keys."""
+    """Place a batch with gathered keys: packed documents in equal parts, all keys of a group sent to all its ranks."""
     return _placed(request, _columns(request, "allgather"), "gather", _packed)
 
 
 def ulysses(request: Request) -> Placement:
-    """Place a batch by heads: the packed stream in equal parts, attention in head groups."""
+    """Place a batch by heads: packed documents are kept in equal parts, and each rank of a group computes some heads.
+
+    Raise Refused if the heads cannot be divided by the degree.
+    """
     degree = _degree(request, "ulysses")
     _check_split(request.shape, degree, f"ulysses:{degree}")
     grids: list[Grid] = [(tuple(range(g, g + degree)),) for g in range(0, request.ranks, degree)]
@@ -79,7 +81,11 @@ def ulysses(request: Request) -> Placement:
 
 
 def usp(request: Request) -> Placement:
-    """Place a batch in grids: head groups inside rows of u ranks, a zig-zag ring over r rows."""
+    """Place a batch in grids of r rows of u ranks: heads are split inside a row, and rows form a zig-zag ring.
+
+    Without ``usp:u,r``, u is the largest number that divides the KV heads and the ranks of a node, and the grid has all
+    ranks. Raise Refused if groups do not divide the ranks, or u not the heads.
+    """
     degrees = _degrees(request)
     if degrees:
         try:
@@ -104,35 +110,38 @@ def usp(request: Request) -> Placement:
 
 
 def _whole(start: Ints, length: Ints, positions: int) -> list[Ranges]:
-    """Return the documents uncut."""
+    """Return the ranges (starts, stops) of whole documents, for the only position of a group of one rank."""
     return [(start, start + length)]
 
 
 def _consecutive(start: Ints, length: Ints, positions: int) -> list[Ranges]:
-    """Return the ranges of each ring position: consecutive parts of every document."""
+    """Return the ranges (starts, stops) of each ring position: consecutive parts of every document.
+
+    Documents begin at ``start`` in the stream and have ``length`` tokens.
+    """
     return [(start + length * i // positions, start + length * (i + 1) // positions) for i in range(positions)]
 
 
 def _zigzag(start: Ints, length: Ints, positions: int) -> list[Ranges]:
-    """Return the ranges of each ring position: the i-th part of every document and the i-th from its end."""
+    """Return the ranges (starts, stops) of each ring position: part i of every document and part i from its end."""
     parts = _consecutive(start, length, 2 * positions)
     pairs = [(parts[i], parts[2 * positions - 1 - i]) for i in range(positions)]
     return [(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])) for a, b in pairs]
 
 
 def _parts(cutter: Cutter, positions: int) -> int:
-    """Return how many parts of rounded lengths a document is cut into."""
+    """Return into how many parts ``cutter`` cuts each document; 1 if it does not cut documents one by one."""
     parts: dict[Cutter, int] = {_consecutive: positions, _zigzag: 2 * positions}
     return parts.get(cutter, 1)
 
 
 def _packed(start: Ints, length: Ints, positions: int) -> list[Ranges]:
-    """Return the ranges of each ring position: equal parts of the packed documents."""
+    """Return the ranges (starts, stops) of each ring position: equal parts of the documents laid end to end."""
     return _evenly((start, start + length), positions)
 
 
 def _evenly(ranges: Ranges, parts: int) -> list[Ranges]:
-    """Return the ranges, in stream order, cut into parts with equal numbers of tokens."""
+    """Cut ranges (starts, stops), taken in stream order, into ``parts`` parts with equal numbers of tokens."""
     order = np.argsort(ranges[0], kind="stable")
     start, stop = ranges[0][order], ranges[1][order]
     before = np.cumsum(stop - start) - (stop - start)
@@ -148,13 +157,15 @@ def _evenly(ranges: Ranges, parts: int) -> list[Ranges]:
 # --- groups, tokens, regions ------------------------------------------------------------------------------------------
 
 Cutter = Callable[[Ints, Ints, int], list[Ranges]]
+"""A function of the starts and lengths of documents and the number of ring positions: the ranges of each position."""
 
 
 def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
-    """Return the placement of a static method.
+    """Return the placement of a static method whose groups are ``grids`` of ranks, ``[ring position][head group]``.
 
-    The tokens of each group are cut by ``cutter`` over the rows of its grid and evenly inside a row; each row of the
-    grid computes the rows that it keeps.
+    ``cutter`` divides the documents of a group over the ring positions (rows of its grid), and the tokens of a position
+    are divided evenly over its ranks. All ranks of a position compute its rows, each for its head group. ``traffic`` is
+    a kind of :class:`~flexcp.plan.placement.Traffic`.
     """
     refuse_tolerances(request)
     batch = request.batch
@@ -193,8 +204,9 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
 
 
 def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) -> Regions:
-    """Return the regions of grids with several head groups: what the ranks of a row keep together, each rank for its
-    heads.
+    """Return regions in which the rows that the ranks of a grid row keep together are computed by all of them.
+
+    Each rank has its share of the heads. ``rows`` are the ranks of each grid row.
     """
     row_of = np.zeros(request.ranks, np.int64)
     row_of[np.array(rows)] = np.arange(len(rows))[:, None]
@@ -218,18 +230,22 @@ def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) ->
 
 
 def _columns(request: Request, name: str) -> list[Grid]:
-    """Return the grids of a method without head groups: each group is one column of ring positions."""
+    """Return the groups of a method without head groups, as grids of one column: each rank is a ring position."""
     degree = _degree(request, name)
     return [tuple((r,) for r in range(g, g + degree)) for g in range(0, request.ranks, degree)]
 
 
 def _degrees(request: Request) -> str:
-    """Return the part of the argument that gives degrees, without ``@load``."""
+    """Return the request's argument without ``@load``: the degrees as text, "" if none are given."""
     return request.argument.removesuffix(BY_LOAD)
 
 
 def _degree(request: Request, name: str) -> int:
-    """Return the degree that the argument gives, or all ranks."""
+    """Return the degree (ranks of a group) that the argument gives, or the number of all ranks.
+
+    Raise ValueError if it is no number, Refused if it does not divide the ranks. ``name`` is the strategy, for
+    messages.
+    """
     if not _degrees(request):
         return request.ranks
     try:
@@ -243,7 +259,7 @@ def _degree(request: Request, name: str) -> int:
 
 
 def _check_split(shape: Shape, split: int, name: str) -> None:
-    """Raise Refused if heads cannot be split into this many groups; ``name`` is the strategy, for the message."""
+    """Raise Refused if heads cannot be split into ``split`` groups; ``name`` is the strategy, for the message."""
     if shape.heads % split:
         raise Refused(
             f"{name} splits {shape.heads} query heads over {split} ranks, which does not divide; "
