@@ -16,7 +16,7 @@ go together; each micro-batch is then a batch like any other, for any strategy.
 A load is an integer: the (query, key) pairs of attention over all layers, plus the cost of the rest of the layers as a
 number of pairs that cost as much (:meth:`flexcp.cost.CostModel.pairs_per_token`). Documents keep their stream order
 inside a micro-batch, and micro-batches are ordered by their first document. There are never more micro-batches than
-best fit needs: at most 11/9 of the smallest possible number, plus one.
+best fit decreasing needs, which for many documents is at most about 11/9 of the smallest possible number.
 """
 
 from __future__ import annotations
