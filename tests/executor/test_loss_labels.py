@@ -47,6 +47,55 @@ def test_labels_of_pads_do_not_count(pool: RankPool) -> None:
     assert sum(loss for _, loss in found) == pytest.approx(expected, rel=1e-12)
 
 
+def on_own_loss(group: dist.ProcessGroup, plan: Plan, labels: Tensor, mark: int) -> tuple[int, float | str]:
+    """(Pads of this rank, its share of a loss of one's own), or why there is none."""
+    step = flexcp.bind(plan, group)
+    mine = step.shard(labels)
+    total = torch.nn.functional.cross_entropy(step.shard(LOGITS), mine, ignore_index=mark, reduction="sum")
+    pads = int((step.indices < 0).sum())
+    try:
+        return pads, step.share(total, (mine != mark).sum(), without_attention=True).item()
+    except ValueError as error:
+        return pads, str(error)
+
+
+@pytest.mark.parametrize("mark", [-100, -1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.int8])
+def test_pads_of_labels_are_no_label_of_a_loss_of_ones_own(pool: RankPool, mark: int, dtype: torch.dtype) -> None:
+    """A count does not show pads where as many labels do not count."""
+    labels = SHIFTED.index_fill(0, torch.arange(0, TOKENS, 2), -100)
+    labels = torch.where(labels == -100, mark, labels)
+    plan = planned(tokens="equal", pad_to=16)
+    found = pool.run(on_own_loss, plan, labels, mark, ranks=2)
+    assert sum(pads for pads, _ in found) == 64 - TOKENS
+    expected = torch.nn.functional.cross_entropy(LOGITS, labels, ignore_index=mark).item()
+    assert sum(float(loss) for _, loss in found) == pytest.approx(expected, rel=1e-12)
+    for step in range(2):
+        assert set(pool.run(pads_of, plan, labels.to(dtype), ranks=2)[step]) <= {mark}
+
+
+def pads_of(group: dist.ProcessGroup, plan: Plan, stream: Tensor) -> list[float]:
+    """What a stream has at this rank's pads."""
+    step = flexcp.bind(plan, group)
+    found: list[float] = step.shard(stream)[step.indices < 0].flatten().tolist()
+    return found
+
+
+def test_pads_of_other_streams_are_zero(pool: RankPool) -> None:
+    plan = planned(tokens="equal", pad_to=16)
+    for stream in (IDS, IDS.to(torch.uint8), IDS.to(torch.uint16), -100 * torch.ones(TOKENS), IDS > 3, LOGITS):
+        assert {x for pads in pool.run(pads_of, plan, stream, ranks=2) for x in pads} == {0}
+
+
+def test_a_count_of_pads_names_them(pool: RankPool) -> None:
+    """Labels that all count do not say what marks one that does not."""
+    for pads, said in pool.run(on_own_loss, planned(tokens="equal", pad_to=16), ACROSS, -100, ranks=2):
+        if pads:
+            assert str(said).startswith(f"count=32 is more than the {32 - pads} rows that count on this rank")
+            assert f"the {pads} pads" in str(said)
+            assert "step.shard(labels, pad=-100)" in str(said)
+
+
 def alone() -> Step:
     planner = flexcp.Planner(2, 2, 8, dtype="float64", cluster=flexcp.cluster("cpu", ranks_per_node=1))
     return flexcp.bind(planner(LENGTHS))

@@ -200,10 +200,16 @@ class Step:
         local[order] = kept
         return local
 
-    def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
-        """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
+    def shard(self, full: Tensor, pad: float | int | None = None) -> Tensor:
+        """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``.
+
+        By default pads are 0, except in integers that hold -100 or -1, the usual labels of tokens that do not count:
+        their pads have that label, so that a loss of your own leaves pads out. Labels without such a token need
+        ``pad=-100``.
+        """
         check_stream(full, "full", "step.shard", self.plan.batch.tokens, self.local_tokens)
-        check_number("pad", pad)
+        if pad is not None:
+            check_number("pad", pad)
         self.asked_for_rows = True
         local = local_rows.shard(full, self.row_tokens, pad)
         self.seen.sharded(full, local)
@@ -443,7 +449,8 @@ class Step:
         if self.plan.batch.trees:  # a token counts once for each sequence that follows it
             rows = predictions(self._sequences, self.row_tokens.numpy())
         if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
-            raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
+            pads = self.local_tokens - int((self.row_tokens >= 0).sum())
+            raise ValueError(wrong_count(float(count), rows, self.plan.ranks, pads))
 
     def may_look_at(self, x: Tensor) -> bool:
         """Return whether the host may read ``x``. On a device it would have to wait, so there it may only in the first

@@ -58,8 +58,14 @@ class CountOfAllRanks(int):
     """
 
 
-def wrong_count(count: float, rows: int, ranks: int) -> str:
-    """Return the message for a count that is not this rank's own."""
+def wrong_count(count: float, rows: int, ranks: int, pads: int = 0) -> str:
+    """Return the message for a count that is not this rank's own; ``pads`` are rows that this rank has besides."""
+    if rows < count <= rows + pads:
+        return (
+            f"count={count:g} is more than the {rows} rows that count on this rank: it counts some of the {pads} pads, "
+            "and a loss that counts pads trains on them. Label pads by -100: labels of your own by "
+            "step.shard(labels, pad=-100), next tokens by step.labels(tokens), and count (labels != -100).sum()"
+        )
     return (
         f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the "
         f"counts of all {ranks} ranks. Pass this rank's own count, (labels != -100).sum(), or divide by the batch's "
