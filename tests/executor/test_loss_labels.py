@@ -1,5 +1,5 @@
-"""Proves what step.loss and step.share make of labels and counts: pads never count, tokens in the place of labels are
-warned of, and a count that is not this rank's own is refused.
+"""Proves what a step makes of labels and counts: pads never count, tokens in the place of labels are warned of, labels
+that would be shifted twice are refused, and so is a count that is not this rank's own.
 """
 
 from __future__ import annotations
@@ -216,6 +216,79 @@ def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere
         assert len(said) == 1
         assert "step.labels(tokens)" in said[0]
         assert "layout='contiguous'" in said[0]
+
+
+def on_shifted(group: dist.ProcessGroup, plan: Plan, how: str) -> str | None:
+    """Why labels are refused, if they are."""
+    step = flexcp.bind(plan, group, timeout=20)
+    q = torch.zeros(step.local_tokens, 2, 8, dtype=torch.float64)
+    prompt = torch.where(torch.arange(TOKENS) < 9, -100, SHIFTED)
+    try:
+        if how == "tokens first":
+            step.shard(IDS), step.labels(SHIFTED)
+        elif how == "tokens first, across documents":
+            step.shard(IDS), step.labels(ACROSS)
+        elif how == "a prompt left out, bytes":
+            step.shard(IDS.to(torch.uint8)), step.labels(prompt)
+        elif how == "tokens given":
+            step.seen.given(step.shard(IDS)), step.labels(SHIFTED)
+        elif how == "labels first":
+            step.labels(SHIFTED), step.shard(IDS), flexcp.attention(q, q, q, step)
+        elif how == "labels first, tokens given":
+            step.labels(SHIFTED), step.seen.given(IDS[step.indices]), flexcp.attention(q, q, q, step)
+        elif how == "tokens":
+            step.shard(IDS), step.labels(IDS), step.labels(torch.where(torch.arange(TOKENS) < 9, -100, IDS))
+        elif how == "a second head":
+            step.shard(IDS), step.labels(IDS), step.labels(SHIFTED), flexcp.attention(q, q, q, step)
+        elif how == "a second head, the first one's sharded":
+            step.shard(IDS), step.shard(SHIFTED, pad=-100), step.labels(SHIFTED), flexcp.attention(q, q, q, step)
+        elif how == "the token before as well":
+            step.shard(IDS), step.shard(IDS.roll(1)), step.labels(IDS), flexcp.attention(q, q, q, step)
+        elif how == "other labels":
+            step.shard(IDS), step.labels(IDS.flip(0)), flexcp.attention(q, q, q, step)
+        elif how == "one word":
+            step.shard(torch.ones_like(IDS)), step.labels(torch.ones_like(IDS))
+        else:
+            assert how == "nothing but marks"
+            step.shard(IDS), step.labels(torch.full_like(IDS, -100)), flexcp.attention(q, q, q, step)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tokens first",
+        "tokens first, across documents",
+        "a prompt left out, bytes",
+        "tokens given",
+        "labels first",
+        "labels first, tokens given",
+    ],
+)
+def test_labels_that_are_already_shifted_are_not_shifted_again(pool: RankPool, how: str) -> None:
+    for plan in (planned("zigzag"), planned(tokens="equal", pad_to=32)):
+        for said in pool.run(on_shifted, plan, how, ranks=2):
+            assert said is not None
+            assert said.startswith("labels are already shifted: each is the token after its own, and step.labels would")
+            assert "step.shard(labels, pad=-100)" in said
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tokens",
+        "a second head",
+        "a second head, the first one's sharded",
+        "the token before as well",
+        "other labels",
+        "one word",
+        "nothing but marks",
+    ],
+)
+def test_labels_that_may_have_to_be_shifted_are(pool: RankPool, how: str) -> None:
+    assert pool.run(on_shifted, planned(tokens="equal", pad_to=32), how, ranks=2) == [None, None]
 
 
 def on_counts(group: dist.ProcessGroup, plan: Plan, count: str) -> str | float:

@@ -34,7 +34,7 @@ from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
-from flexcp.executor.losses.copied_labels import SeenTokens
+from flexcp.executor.losses.copied_labels import SHIFTED_TWICE, SeenTokens
 from flexcp.executor.losses.edges import (
     Edges,
     check_edge_logits,
@@ -274,7 +274,8 @@ class Step:
         inside documents *before* sharding.
 
         If a token has several ids, ``[tokens, ids]``, each is shifted by itself. Do not pass labels that are already
-        shifted; take ``step.shard(labels, pad=-100)`` instead, which does not label pads. ``ignore`` marks the rows
+        shifted; take ``step.shard(labels, pad=-100)`` instead, which does not label pads. They raise ValueError if the
+        step has seen the tokens, and the host can look at both without waiting for a device. ``ignore`` marks the rows
         without a next token; by default it is the loader's ``Samples(ignore=...)``, else -100. Raises
         NotImplementedError for documents that branch.
         """
@@ -282,6 +283,8 @@ class Step:
         check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
         check_whole_numbers(tokens, "tokens", "step.labels")
         successors = local_rows.next_tokens(tokens, self.plan.batch, ignore)
+        self.seen.labelled(tokens, ignore)
+        self._refuse_labels_shifted_twice()
         # This does not count as asking for rows: labels do not tell where the model's input comes from.
         return local_rows.shard(successors, self.row_tokens, ignore)
 
@@ -467,6 +470,12 @@ class Step:
         if found is not None:
             warnings.warn(found, stacklevel=3)
 
+    def _refuse_labels_shifted_twice(self) -> None:
+        """Raise ValueError if :meth:`labels` was given next tokens of the ids that this step has seen."""
+        with self.collectives.checking("step.labels"):
+            if self.seen.shifted_twice(self.row_tokens.numpy(), self.plan.batch, self.may_look_at):
+                raise ValueError(SHIFTED_TWICE)
+
     def _cut_by_hand_fits(self) -> bool:
         """Return whether rows that a user cuts without the step are the plan's: the plan was made for the user's
         layout, or this rank's rows are its contiguous part of the stream.
@@ -485,12 +494,13 @@ class Step:
             )
 
     def note_call(self) -> None:
-        """Count an attention call. In the first one, warn if its rows may not be the plan's; in each, note the modules
-        that it runs in.
+        """Count an attention call. In the first one, warn if its rows may not be the plan's and refuse labels that were
+        shifted twice; in each, note the modules that it runs in.
         """
         self.calls += 1
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
+            self._refuse_labels_shifted_twice()
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:

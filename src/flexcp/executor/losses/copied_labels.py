@@ -1,4 +1,5 @@
-"""Copied labels: detect labels that are the tokens themselves, which teach a model to repeat its input.
+"""Copied labels: detect labels that are the tokens themselves, which teach a model to repeat its input, and labels that
+are shifted twice, which teach it the token after the next.
 
 ``step.loss`` does not shift labels, and shapes cannot show whether they were shifted. But a step sees streams of
 integers: those that it shards, and the token ids that the loader or a framework adapter reports. If the labels equal
@@ -10,12 +11,21 @@ the same values was once the ids and once the labels, unless it holds the next t
 negative numbers, which cannot be ids. A stream that is the only one ever sharded must have been the model's input,
 unless this rank could have taken its input without the step. If it was not the input after all, then the input is not
 the plan's rows, which is a mistake too, so that warning names both.
+
+``step.labels`` shifts what it is given, so labels that are the next tokens already must not be given to it. They are
+found if they precede, by one token, what this rank was given or sharded, and are none of that themselves. It is no
+mistake if the tokens were given to ``step.labels`` too: then labels of the token after the next are wanted, for a
+second head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.batch import Batch
@@ -31,7 +41,14 @@ INPUT_FROM_ELSEWHERE = (
     "plan's rows. Take the input by step.shard too, or plan with layout='contiguous' if every rank cuts its own part "
     "of the stream"
 )
+SHIFTED_TWICE = (
+    "labels are already shifted: each is the token after its own, and step.labels would shift them again; give "
+    "step.labels the tokens, or take these labels by step.shard(labels, pad=-100). If labels of the token after the "
+    "next are wanted, take step.roll(step.labels(tokens), -1, fill=-100)"
+)
 NONE = -1
+FEWEST = 8
+"""The fewest tokens by which labels are judged to be shifted; fewer may agree by chance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +59,14 @@ class Sharded:
     rows: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """A stream that was given to ``step.labels``, and the label in it that does not count."""
+
+    stream: Tensor
+    ignore: int
+
+
 class SeenTokens:
     """The streams that a step has seen before its first loss; :meth:`copied` checks them once and releases them."""
 
@@ -49,6 +74,7 @@ class SeenTokens:
         self.done = False
         self._ids: Tensor | None = None
         self._sharded: list[Sharded] = []
+        self._labelled: list[Labelled] = []
         self._others = False
 
     def given(self, ids: Tensor) -> None:
@@ -65,6 +91,11 @@ class SeenTokens:
         else:
             self._others = True
 
+    def labelled(self, stream: Tensor, ignore: int) -> None:
+        """Note a stream that was given to ``step.labels``."""
+        if not self.done and stream.dim() == 1:
+            self._labelled.append(Labelled(stream, ignore))
+
     def indexed(self) -> None:
         """Note that the user asked for ``step.indices``, and may have taken rows of a stream by them."""
         self._others = True
@@ -74,7 +105,7 @@ class SeenTokens:
         could have cut its input from the stream without the step.
         """
         ids, sharded, others = self._ids, self._sharded, self._others
-        self.done, self._ids, self._sharded = True, None, []
+        self.done, self._ids, self._sharded, self._labelled = True, None, [], []
         counted = (labels != ignore).cpu()
         kept = labels.cpu().long()[counted]
         if len(kept) < 2 or bool((kept == kept[0]).all()):
@@ -92,6 +123,34 @@ class SeenTokens:
             return None if shifted else WARNING
         alone = len(same) == 1 and not rest and not others and not own_cut
         return WARNING + INPUT_FROM_ELSEWHERE if alone else None
+
+
+    def shifted_twice(self, tokens: NDArray[np.int64], batch: Batch, may_look: Callable[[Tensor], bool]) -> bool:
+        """Return whether ``step.labels`` was given next tokens of this rank's ids. ``tokens`` has the stream token of
+        each local row, -1 for a pad; tensors that the host may not look at are left out.
+        """
+        inputs = [seen.rows for seen in self._sharded] if self._ids is None else [self._ids]
+        rows = [x.cpu().long() for x in inputs if len(x) == len(tokens) and may_look(x)]
+        given = [(x.stream.cpu().long(), x.ignore) for x in self._labelled if may_look(x.stream)]
+        if not rows or not given:
+            return False
+        kept = np.flatnonzero(tokens >= 0)
+        inside = np.flatnonzero((tokens > 0) & ~np.isin(tokens, batch.starts))
+
+        def agree(labels: Tensor, ignore: int, x: Tensor, back: int, fewest: int) -> bool:
+            """Whether ``x`` has at each row the label ``back`` tokens before it, at ``fewest`` rows or more."""
+            at = torch.from_numpy(inside if back else kept)
+            found = labels[torch.from_numpy(tokens)[at] - back]
+            counts = found != ignore
+            return int(counts.sum()) >= fewest and bool((x[at] == found)[counts].all())
+
+        labelled = [x for x in rows if any(agree(*one, x, 0, 1) for one in given)]
+        return any(
+            agree(*one, x, 1, FEWEST) and not any(agree(*one, y, 0, 0) for y in rows)
+            for one in given
+            for x in rows
+            if not any(x is y for y in labelled)
+        )
 
 
 def _follows(labels: Tensor, tokens: Tensor, batch: Batch) -> bool:
