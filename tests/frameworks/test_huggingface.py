@@ -351,6 +351,13 @@ def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: Ra
         assert re.match(r"the token ids of rank 1 are not those of rank 0.*huggingface_trainer\.prepared", said)
 
 
+def test_labels_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
+    """Each rank would divide by another count."""
+    assert pool.run(streams_of_their_own, "labels of one rank", ranks=2) == ["accepted", "accepted"]
+    for said in pool.run(streams_of_their_own, "other labels", ranks=2):
+        assert said.startswith("the labels of rank 1 are not those of rank 0")
+
+
 def test_a_rank_that_cannot_give_its_token_ids_is_not_waited_for_longer_than_binding(pool: RankPool) -> None:
     first, second = pool.run(streams_of_their_own, "too few", ranks=2)
     assert "tokens has shape (15,), but the plan's batch has 16 tokens" in second
