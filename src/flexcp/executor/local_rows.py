@@ -48,7 +48,7 @@ def _usual_pad(full: Tensor) -> Tensor | int:
         return 0
     found = torch.zeros((), dtype=full.dtype, device=full.device)
     for mark in reversed(MARKS):
-        found = torch.where((full == mark).any(), mark, found)
+        found = torch.where((full == mark).any(), torch.full_like(found, mark), found)
     return found
 
 
@@ -109,8 +109,8 @@ def relayout(
 def _filled(x: Tensor, rows: NDArray[np.bool_], value: Tensor | float | int) -> Tensor:
     """Return ``x`` with the marked rows set to ``value``."""
     marked = uploaded(rows, x.device).view((-1,) + (1,) * (x.dim() - 1))
-    fill = value if isinstance(value, Tensor) else torch.full((), value, device=x.device)
-    return torch.where(marked, fill.to(x.dtype), x)
+    fill = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    return torch.where(marked, fill, x)
 
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:

@@ -36,9 +36,9 @@ def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
     your loss is divided by the replicas, or by the labels of all of them. By default there is one replica, and a
     backward that is summed over more ranks than those of its step gives a warning.
 
-    Call it once, after the last ``fully_shard`` and before the first forward: losses take it into account, and the backward of a
-    loss that was computed before raises. Compute the loss with ``step.loss`` or ``step.share``. A mean over this rank's
-    rows alone would make gradients too large by the number of ranks, and flexcp cannot detect that.
+    Call it once, after the last ``fully_shard`` and before the first forward: losses take it into account, and the
+    backward of a loss that was computed before raises. Compute the loss with ``step.loss`` or ``step.share``. A mean
+    over this rank's rows alone would make gradients too large by the number of ranks, and flexcp cannot detect that.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:

@@ -252,9 +252,7 @@ def _refuse_other_streams(step: Step, tokens: Tensor, labels: Tensor) -> None:
     if notes is None or step.collectives.step != 1 or step.stream_compared:
         return
     step.stream_compared = True
-    said = " ".join(
-        hashlib.sha256(x.cpu().to(torch.int64).numpy().tobytes()).hexdigest() for x in (tokens, labels)
-    )
+    said = " ".join(hashlib.sha256(x.cpu().to(torch.int64).numpy().tobytes()).hexdigest() for x in (tokens, labels))
     digests = [x.split(" ") for x in said_by_all("token ids", said, notes, step.timeout)]
     for number, what in enumerate(("token ids", "labels")):
         for rank, of_rank in enumerate(digests):

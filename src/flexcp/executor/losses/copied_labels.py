@@ -49,6 +49,8 @@ SHIFTED_TWICE = (
 NONE = -1
 FEWEST = 8
 """The fewest tokens by which labels are judged to be shifted; fewer may agree by chance."""
+MOST = 16
+"""The most streams of a kind that are kept: a step may be used for many batches without a ``step.loss``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +88,15 @@ class SeenTokens:
         """Note a stream that was sharded, and this rank's rows of it."""
         if self.done:
             return
-        if stream.dim() == 1 and not stream.is_floating_point() and not stream.is_complex():
+        whole = stream.dim() == 1 and not stream.is_floating_point() and not stream.is_complex()
+        if whole and len(self._sharded) < MOST:
             self._sharded.append(Sharded(stream, rows))
         else:
             self._others = True
 
     def labelled(self, stream: Tensor, ignore: int) -> None:
         """Note a stream that was given to ``step.labels``."""
-        if not self.done and stream.dim() == 1:
+        if not self.done and stream.dim() == 1 and len(self._labelled) < MOST:
             self._labelled.append(Labelled(stream, ignore))
 
     def indexed(self) -> None:
@@ -124,16 +127,15 @@ class SeenTokens:
         alone = len(same) == 1 and not rest and not others and not own_cut
         return WARNING + INPUT_FROM_ELSEWHERE if alone else None
 
-
     def shifted_twice(self, tokens: NDArray[np.int64], batch: Batch, may_look: Callable[[Tensor], bool]) -> bool:
         """Return whether ``step.labels`` was given next tokens of this rank's ids. ``tokens`` has the stream token of
         each local row, -1 for a pad; tensors that the host may not look at are left out.
         """
+        if not self._labelled or len(self._labelled) == MOST:
+            return False
         inputs = [seen.rows for seen in self._sharded] if self._ids is None else [self._ids]
         rows = [x.cpu().long() for x in inputs if len(x) == len(tokens) and may_look(x)]
         given = [(x.stream.cpu().long(), x.ignore) for x in self._labelled if may_look(x.stream)]
-        if not rows or not given:
-            return False
         kept = np.flatnonzero(tokens >= 0)
         inside = np.flatnonzero((tokens > 0) & ~np.isin(tokens, batch.starts))
 

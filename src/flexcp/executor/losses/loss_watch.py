@@ -4,8 +4,8 @@ A *share* is this rank's part of the batch's loss, made for gradients that are s
 over ranks. ``step.loss`` and ``step.share`` report a share that they made (:meth:`LossWatch.say`), and what it was made
 for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it. From
 both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if gradients
-are averaged and no share was reported, or summed over more ranks than those of the step. :mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts
-of both.
+are averaged and no share was reported, or summed over more ranks than those of the step.
+:mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts of both.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class LossWatch:
         Raise ValueError if FSDP2 was told, after the loss was made, to reduce gradients otherwise than the loss was
         made for; checked once for each loss. Warn once per step if gradients are averaged over ranks with different
         token counts and no share was reported. If a model has several steps (one for an encoder), some have no loss of
-        their own; a reported loss of any step in the same backward is enough. Warn once per step if FSDP2 sums gradients
-        over replicas too.
+        their own; a reported loss of any step in the same backward is enough. Warn once per step if FSDP2 sums
+        gradients over replicas too.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None
