@@ -428,6 +428,33 @@ def test_pads_are_in_no_image_and_have_the_token_and_label_of_pads() -> None:
     assert set(b.labels[pads].tolist()) == {-5} and set(b.positions[pads].tolist()) == {0}
 
 
+@pytest.mark.parametrize("ignore", [-100, -5, 0])
+def test_the_loss_of_a_batch_leaves_out_what_the_loader_ignores(ignore: int) -> None:
+    """Also rows that the user marks by -100, and also by the step's own labels and edges."""
+    tokens = [3, 0, 5, 6, 7, 2, 4]
+    labels = [ignore, ignore, 5, 6, ignore, 2, 4]
+    [b] = local([{"tokens": tokens, "labels": labels}], labels="labels", ignore=ignore)
+    logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shifted = torch.tensor([*labels[1:], ignore])
+    assert torch.equal(b.labels, shifted)
+
+    def expected(of: torch.Tensor, mark: int) -> float:
+        return torch.nn.functional.cross_entropy(logits, of, ignore_index=mark).item()
+
+    def found(of: Any) -> float:
+        return float(b.step.loss(logits, of, without_attention=True))
+
+    assert found(b.labels) == pytest.approx(expected(shifted, ignore), rel=1e-12)
+    fewer = shifted.index_fill(0, torch.tensor([1, 5]), ignore)
+    assert found(shifted.index_fill(0, torch.tensor([1, 5]), -100)) == pytest.approx(expected(fewer, ignore), rel=1e-12)
+    following = torch.tensor([*tokens[1:], ignore])
+    assert torch.equal(b.step.labels(torch.tensor(tokens)), following)
+    for of in (b.step.labels(torch.tensor(tokens)), b.step.edges(torch.tensor(tokens))):
+        assert found(of) == pytest.approx(expected(following, ignore), rel=1e-12)
+    said = float(b.step.loss(logits, following.clamp(min=0), ignore=-100, without_attention=True))
+    assert said == pytest.approx(expected(following.clamp(min=0), -100), rel=1e-12), "whoever says it is heard"
+
+
 def test_an_explicit_mask_is_cut_with_its_document() -> None:
     data = Numbered([100], known=True)
     mask = flexcp.from_slices(100, [(0, 100, 0, 50, None, 0), (70, 100, 60, 100, None, None)])

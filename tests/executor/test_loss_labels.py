@@ -1,5 +1,5 @@
-"""Proves what step.loss and step.share make of labels and counts: pads never count, tokens in the place of labels are
-warned of, and a count that is not this rank's own is refused.
+"""Proves what a step makes of labels and counts: pads never count, tokens in the place of labels are warned of, labels
+that would be shifted twice are refused, and so is a count that is not this rank's own.
 """
 
 from __future__ import annotations
@@ -45,6 +45,55 @@ def test_labels_of_pads_do_not_count(pool: RankPool) -> None:
     assert sum(pads for pads, _ in found) == 64 - TOKENS
     expected = torch.nn.functional.cross_entropy(LOGITS, SHIFTED.clamp(min=0)).item()
     assert sum(loss for _, loss in found) == pytest.approx(expected, rel=1e-12)
+
+
+def on_own_loss(group: dist.ProcessGroup, plan: Plan, labels: Tensor, mark: int) -> tuple[int, float | str]:
+    """(Pads of this rank, its share of a loss of one's own), or why there is none."""
+    step = flexcp.bind(plan, group)
+    mine = step.shard(labels)
+    total = torch.nn.functional.cross_entropy(step.shard(LOGITS), mine, ignore_index=mark, reduction="sum")
+    pads = int((step.indices < 0).sum())
+    try:
+        return pads, step.share(total, (mine != mark).sum(), without_attention=True).item()
+    except ValueError as error:
+        return pads, str(error)
+
+
+@pytest.mark.parametrize("mark", [-100, -1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.int8])
+def test_pads_of_labels_are_no_label_of_a_loss_of_ones_own(pool: RankPool, mark: int, dtype: torch.dtype) -> None:
+    """A count does not show pads where as many labels do not count."""
+    labels = SHIFTED.index_fill(0, torch.arange(0, TOKENS, 2), -100)
+    labels = torch.where(labels == -100, mark, labels)
+    plan = planned(tokens="equal", pad_to=16)
+    found = pool.run(on_own_loss, plan, labels, mark, ranks=2)
+    assert sum(pads for pads, _ in found) == 64 - TOKENS
+    expected = torch.nn.functional.cross_entropy(LOGITS, labels, ignore_index=mark).item()
+    assert sum(float(loss) for _, loss in found) == pytest.approx(expected, rel=1e-12)
+    for step in range(2):
+        assert set(pool.run(pads_of, plan, labels.to(dtype), ranks=2)[step]) <= {mark}
+
+
+def pads_of(group: dist.ProcessGroup, plan: Plan, stream: Tensor) -> list[float]:
+    """What a stream has at this rank's pads."""
+    step = flexcp.bind(plan, group)
+    found: list[float] = step.shard(stream)[step.indices < 0].flatten().tolist()
+    return found
+
+
+def test_pads_of_other_streams_are_zero(pool: RankPool) -> None:
+    plan = planned(tokens="equal", pad_to=16)
+    for stream in (IDS, IDS.to(torch.uint8), IDS.to(torch.uint16), -100 * torch.ones(TOKENS), IDS > 3, LOGITS):
+        assert {x for pads in pool.run(pads_of, plan, stream, ranks=2) for x in pads} == {0}
+
+
+def test_a_count_of_pads_names_them(pool: RankPool) -> None:
+    """Labels that all count do not say what marks one that does not."""
+    for pads, said in pool.run(on_own_loss, planned(tokens="equal", pad_to=16), ACROSS, -100, ranks=2):
+        if pads:
+            assert str(said).startswith(f"count=32 is more than the {32 - pads} rows that count on this rank")
+            assert f"the {pads} pads" in str(said)
+            assert "step.shard(labels, pad=-100)" in str(said)
 
 
 def alone() -> Step:
@@ -182,6 +231,79 @@ def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere
         assert len(said) == 1
         assert "step.labels(tokens)" in said[0]
         assert "layout='contiguous'" in said[0]
+
+
+def on_shifted(group: dist.ProcessGroup, plan: Plan, how: str) -> str | None:
+    """Why labels are refused, if they are."""
+    step = flexcp.bind(plan, group, timeout=20)
+    q = torch.zeros(step.local_tokens, 2, 8, dtype=torch.float64)
+    prompt = torch.where(torch.arange(TOKENS) < 9, -100, SHIFTED)
+    try:
+        if how == "tokens first":
+            step.shard(IDS), step.labels(SHIFTED)
+        elif how == "tokens first, across documents":
+            step.shard(IDS), step.labels(ACROSS)
+        elif how == "a prompt left out, bytes":
+            step.shard(IDS.to(torch.uint8)), step.labels(prompt)
+        elif how == "tokens given":
+            step.seen.given(step.shard(IDS)), step.labels(SHIFTED)
+        elif how == "labels first":
+            step.labels(SHIFTED), step.shard(IDS), flexcp.attention(q, q, q, step)
+        elif how == "labels first, tokens given":
+            step.labels(SHIFTED), step.seen.given(IDS[step.indices]), flexcp.attention(q, q, q, step)
+        elif how == "tokens":
+            step.shard(IDS), step.labels(IDS), step.labels(torch.where(torch.arange(TOKENS) < 9, -100, IDS))
+        elif how == "a second head":
+            step.shard(IDS), step.labels(IDS), step.labels(SHIFTED), flexcp.attention(q, q, q, step)
+        elif how == "a second head, the first one's sharded":
+            step.shard(IDS), step.shard(SHIFTED, pad=-100), step.labels(SHIFTED), flexcp.attention(q, q, q, step)
+        elif how == "the token before as well":
+            step.shard(IDS), step.shard(IDS.roll(1)), step.labels(IDS), flexcp.attention(q, q, q, step)
+        elif how == "other labels":
+            step.shard(IDS), step.labels(IDS.flip(0)), flexcp.attention(q, q, q, step)
+        elif how == "one word":
+            step.shard(torch.ones_like(IDS)), step.labels(torch.ones_like(IDS))
+        else:
+            assert how == "nothing but marks"
+            step.shard(IDS), step.labels(torch.full_like(IDS, -100)), flexcp.attention(q, q, q, step)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tokens first",
+        "tokens first, across documents",
+        "a prompt left out, bytes",
+        "tokens given",
+        "labels first",
+        "labels first, tokens given",
+    ],
+)
+def test_labels_that_are_already_shifted_are_not_shifted_again(pool: RankPool, how: str) -> None:
+    for plan in (planned("zigzag"), planned(tokens="equal", pad_to=32)):
+        for said in pool.run(on_shifted, plan, how, ranks=2):
+            assert said is not None
+            assert said.startswith("labels are already shifted: each is the token after its own, and step.labels would")
+            assert "step.shard(labels, pad=-100)" in said
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tokens",
+        "a second head",
+        "a second head, the first one's sharded",
+        "the token before as well",
+        "other labels",
+        "one word",
+        "nothing but marks",
+    ],
+)
+def test_labels_that_may_have_to_be_shifted_are(pool: RankPool, how: str) -> None:
+    assert pool.run(on_shifted, planned(tokens="equal", pad_to=32), how, ranks=2) == [None, None]
 
 
 def on_counts(group: dist.ProcessGroup, plan: Plan, count: str) -> str | float:

@@ -125,6 +125,68 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
     return {"loss": float(total) / (step.cp_size if gradients == "averaged" else 1), "gradients": found}
 
 
+class Deep(nn.Module):
+    """A layer with attention, and a head of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Small()
+        self.again = nn.Linear(VOCABULARY, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, step: Step) -> Tensor:
+        found: Tensor = self.again(self.layer(tokens, step))
+        return found
+
+
+def run_summed_between(group: dist.ProcessGroup, gradients: Gradients, how: str) -> str | None:
+    """Why a loss is refused, if it is, where a part of the model is sharded after ``sum_gradients``."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from flexcp.frameworks import fsdp
+
+    mesh, model, step = DeviceMesh.from_group(group, "cpu"), Deep(), bound(group)
+    model.again.requires_grad_(how != "before a frozen head")
+    fully_shard(model.layer, mesh=mesh)
+    fsdp.sum_gradients(model)
+    if how != "before the root":
+        fully_shard(model.again, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        step.loss(model(step.shard(tokens()), step), step.labels(tokens()), gradients=gradients).backward()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def run_replicas(group: dist.ProcessGroup, how: str, replicas: int | None) -> dict[str, Any]:
+    """(gradients, warnings) of two replicas of two ranks, or of four of one, under FSDP2 over all."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from flexcp.frameworks import fsdp
+
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "cp"))
+    model = Small()
+    fully_shard(model, mesh=mesh if how == "HSDP" else DeviceMesh("cpu", torch.arange(4)))
+    if how != "averaged":
+        fsdp.sum_gradients(model, replicas)
+    step = bound(None if how == "alone" else mesh.get_group("cp"))
+    stream = tokens().roll(dist.get_rank() if how == "alone" else dist.get_rank() // 2)
+    labels = step.labels(stream)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = model(step.shard(stream), step)
+        if how == "own loss":
+            own = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            loss = own / (len(stream) - len(LENGTHS))
+        else:
+            loss = step.loss(logits, labels, gradients="averaged" if how == "averaged" else "summed")
+        (loss / 2 if how == "divided" else loss).backward()
+    said = [str(w.message) for w in caught if "replicas" in str(w.message)]
+    return {"warnings": said, "gradients": {name: whole(p.grad) for name, p in model.named_parameters()}}
+
+
 class Failing(Small):
     """A model whose forward ends in an exception after its attention."""
 

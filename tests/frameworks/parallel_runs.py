@@ -296,8 +296,8 @@ def with_evaluation(group: dist.ProcessGroup, run: Run) -> tuple[list[float], li
 
 
 def streams_of_their_own(group: dist.ProcessGroup, given: str) -> str:
-    """What a rank hears when token ids are ``given`` to a group's first step: the same to all, others to each, or too
-    few to rank 1.
+    """What a rank hears when token ids are ``given`` to a group's first step: the same to all, others to each, too few
+    to rank 1, or with labels that only one rank has.
     """
     from flexcp.frameworks import huggingface
 
@@ -308,6 +308,11 @@ def streams_of_their_own(group: dist.ProcessGroup, given: str) -> str:
     try:
         if given == "too few" and step.rank == 1:
             huggingface.inputs(torch.arange(15), step)
+        if given == "other labels":
+            labels = [torch.arange(16), torch.where(torch.arange(16) < 3, -100, torch.arange(16))]
+            huggingface.inputs(torch.arange(16), step, labels[step.rank])
+        if given == "labels of one rank":  # which are what the other one takes by default
+            huggingface.inputs(torch.arange(16), step, torch.arange(16) if step.rank else None)
         huggingface.inputs(torch.arange(16) + (step.rank if given == "others" else 0), step)
         huggingface.inputs(torch.arange(16) + step.rank, step)  # a step that is used again is not compared
     except (ValueError, RuntimeError) as error:

@@ -8,12 +8,24 @@ import re
 
 import pytest
 import torch
-from averaging_runs import RUN, run_after_a_failure, run_huggingface, run_small, warned, warned_of_two_steps
+from averaging_runs import (
+    RUN,
+    Small,
+    bound,
+    run_after_a_failure,
+    run_huggingface,
+    run_replicas,
+    run_small,
+    run_summed_between,
+    tokens,
+    warned,
+    warned_of_two_steps,
+)
 
 import flexcp
 from flexcp.executor.losses.averaging import Gradients
 from flexcp.frameworks.pipeline import PlannedMicroBatches
-from flexcp.measure.ranks import RankPool
+from flexcp.measure.ranks import RankError, RankPool
 from lib.model_runs import train_alone
 
 
@@ -65,6 +77,57 @@ def test_shares_that_fsdp2_would_reduce_otherwise_are_refused_by_name(
 ) -> None:
     for found in two.run(run_small, gradients, wrapping):
         assert re.match(words, found["refused"])
+
+
+@pytest.mark.parametrize("gradients", ["summed", "averaged"])
+@pytest.mark.parametrize("how", ["before the root", "before a head"])
+def test_a_model_that_fsdp2_sums_in_part_is_refused_in_one_line(two: RankPool, gradients: Gradients, how: str) -> None:
+    """Each of the two words would be wrong."""
+    for said in two.run(run_summed_between, gradients, how):
+        assert said.startswith("some FSDP2 modules of this model sum gradients and others average them: call ")
+        assert "sum_gradients(model) after the last fully_shard" in said
+
+
+def test_frozen_modules_have_no_gradients_to_sum(two: RankPool) -> None:
+    assert two.run(run_summed_between, "summed", "before a frozen head") == [None, None]
+
+
+def mean_of_replicas(count: int) -> dict[str, torch.Tensor]:
+    """The mean of the gradients of replicas, each on a process of its own."""
+    found: list[dict[str, torch.Tensor]] = []
+    for replica in range(count):
+        model, step, stream = Small(), bound(None), tokens().roll(replica)
+        step.loss(model(step.shard(stream), step), step.labels(stream)).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return {name: torch.stack([each[name] for each in found]).mean(0) for name in found[0]}
+
+
+@pytest.mark.parametrize(
+    ("how", "replicas"),
+    [("flat", 2), ("HSDP", 2), ("own loss", 2), ("alone", 4), ("divided", 1), ("averaged", None)],
+)
+def test_replicas_that_are_said_have_the_mean_of_their_gradients(four: RankPool, how: str, replicas: int) -> None:
+    right = mean_of_replicas(4 if how == "alone" else 2)
+    for found in four.run(run_replicas, how, replicas):
+        assert found["warnings"] == []
+        for name, gradient in right.items():
+            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["flat", "HSDP", "own loss", "alone"])
+def test_a_sum_over_replicas_is_warned_of_once(four: RankPool, how: str) -> None:
+    ranks, replicas = (1, 4) if how == "alone" else (2, 2)
+    for found in four.run(run_replicas, how, None):
+        [said] = found["warnings"]
+        assert f"sums gradients over 4 ranks, of which {ranks} share this batch" in said
+        assert f"fsdp.sum_gradients(model, replicas={replicas})" in said
+        for name, gradient in mean_of_replicas(replicas).items():
+            torch.testing.assert_close(found["gradients"][name], replicas * gradient, atol=1e-12, rtol=1e-10)
+
+
+def test_replicas_divide_the_ranks(four: RankPool) -> None:
+    with pytest.raises(RankError, match=r"replicas=3 does not divide the 4 ranks that the model is sharded over"):
+        four.run(run_replicas, "flat", 3)
 
 
 @pytest.mark.parametrize("wrapping", ["none", "FSDP2 summed"])

@@ -334,11 +334,28 @@ def test_a_loss_without_the_count_of_labels_is_refused(models: dict[str, Any]) -
     assert half.item() == pytest.approx(model(**given).loss.item() / 2), "nothing is averaged: any number is right"
 
 
+def test_labels_that_only_the_loader_ignores_are_refused(models: dict[str, Any]) -> None:
+    """Transformers' loss ignores -100 alone."""
+    model, step = models["llama"][0], bound()
+    given = huggingface.inputs(TOKENS, step)
+    model(**given)
+    step.ignore = int(TOKENS[1])
+    with pytest.raises(ValueError, match=rf"loader marks .*Samples\(ignore={step.ignore}\).*== {step.ignore}, -100\)"):
+        model(**given)
+
+
 def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
     """A rank that went on would wait for the others in its first layer."""
     assert pool.run(streams_of_their_own, "the same", ranks=2) == ["accepted", "accepted"]
     for said in pool.run(streams_of_their_own, "others", ranks=2):
         assert re.match(r"the token ids of rank 1 are not those of rank 0.*huggingface_trainer\.prepared", said)
+
+
+def test_labels_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
+    """Each rank would divide by another count."""
+    assert pool.run(streams_of_their_own, "labels of one rank", ranks=2) == ["accepted", "accepted"]
+    for said in pool.run(streams_of_their_own, "other labels", ranks=2):
+        assert said.startswith("the labels of rank 1 are not those of rank 0")
 
 
 def test_a_rank_that_cannot_give_its_token_ids_is_not_waited_for_longer_than_binding(pool: RankPool) -> None:

@@ -33,9 +33,9 @@ class Samples:
     """What a sample of the dataset holds.
 
     ``tokens`` and ``labels`` name the fields with token ids and labels. By default token ids are in ``tokens`` or
-    ``input_ids``, and each token's label is the next token. ``ignore`` marks tokens without a label. Fields named in
-    ``document_fields`` belong to the document as a whole, not to its tokens. Where ranks are padded to equal counts,
-    the extra token ids are ``pad_token``.
+    ``input_ids``, and each token's label is the next token. ``ignore`` marks tokens without a label, also for
+    ``batch.step.loss``. Fields named in ``document_fields`` belong to the document as a whole, not to its tokens. Where
+    ranks are padded to equal counts, the extra token ids are ``pad_token``.
 
     ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) gives the lengths of a map-style dataset without reading
     it; by default its attribute ``lengths`` is used, if it has one. With known lengths and masks, a rank reads only the

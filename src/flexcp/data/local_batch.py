@@ -94,6 +94,7 @@ def local_batch(
         return x if device is None else x.to(device, non_blocking=True)
 
     tokens, labels = there(columns[TOKENS]), there(columns[LABELS])
+    step.ignore = ignore
     step.seen.given(tokens)
     step.asked_for_rows = True  # the loader brings the rows, so the step need not warn that nothing asked for them
     return LocalBatch(

@@ -25,13 +25,31 @@ from flexcp.plan.positions import refuse_branches
 Ints = NDArray[np.int64]
 DEFAULT_IGNORE = -100
 """The label of rows without a label: the default ``ignore_index`` of torch's cross entropy."""
+MARKS = (DEFAULT_IGNORE, -1)
+"""Usual labels of rows without a label, the more usual one first."""
 
 
-def shard(full: Tensor, indices: Tensor, pad: float | int) -> Tensor:
-    """Return rows ``indices`` of a stream tensor, on its device; an index of -1 gives a row of ``pad``."""
+def shard(full: Tensor, indices: Tensor, pad: float | int | None) -> Tensor:
+    """Return rows ``indices`` of a stream tensor, on its device; an index of -1 gives a row of ``pad``, or of
+    :func:`_usual_pad` if that is None.
+    """
     local = full[uploaded(indices.clamp(min=0).numpy(), full.device)]
     missing = indices < 0
-    return _filled(local, missing.numpy(), pad) if bool(missing.any()) else local
+    if not bool(missing.any()):
+        return local
+    return _filled(local, missing.numpy(), _usual_pad(full) if pad is None else pad)
+
+
+def _usual_pad(full: Tensor) -> Tensor | int:
+    """Return what pads of a stream get by default: the mark of rows without a label if integers hold one, as labels do,
+    else 0. The host does not wait for a device.
+    """
+    if full.is_floating_point() or full.is_complex() or not full.dtype.is_signed:
+        return 0
+    found = torch.zeros((), dtype=full.dtype, device=full.device)
+    for mark in reversed(MARKS):
+        found = torch.where((full == mark).any(), torch.full_like(found, mark), found)
+    return found
 
 
 def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Tensor:
@@ -88,10 +106,11 @@ def relayout(
     return found
 
 
-def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
+def _filled(x: Tensor, rows: NDArray[np.bool_], value: Tensor | float | int) -> Tensor:
     """Return ``x`` with the marked rows set to ``value``."""
     marked = uploaded(rows, x.device).view((-1,) + (1,) * (x.dim() - 1))
-    return torch.where(marked, torch.full((), value, dtype=x.dtype, device=x.device), x)
+    fill = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    return torch.where(marked, fill, x)
 
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:

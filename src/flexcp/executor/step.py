@@ -34,7 +34,7 @@ from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
-from flexcp.executor.losses.copied_labels import SeenTokens
+from flexcp.executor.losses.copied_labels import SHIFTED_TWICE, SeenTokens
 from flexcp.executor.losses.edges import (
     Edges,
     check_edge_logits,
@@ -97,6 +97,8 @@ class Step:
         """Whether a framework adapter has compared the streams that the ranks pass to this step."""
         self.asked_for_rows = False
         """Whether the step was asked for its rows, or the loader or a framework provided them (:meth:`note_call`)."""
+        self.ignore = local_rows.DEFAULT_IGNORE
+        """The label of rows without a label, where a call gives none: that of the loader's samples, else -100."""
         self.seen = SeenTokens()
         """The streams of integers that the step saw (:mod:`flexcp.executor.losses.copied_labels`)."""
         self.arena = Arena()
@@ -198,10 +200,16 @@ class Step:
         local[order] = kept
         return local
 
-    def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
-        """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
+    def shard(self, full: Tensor, pad: float | int | None = None) -> Tensor:
+        """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``.
+
+        By default pads are 0, except in integers that hold -100 or -1, the usual labels of tokens that do not count:
+        their pads have that label, so that a loss of your own leaves pads out. Labels without such a token need
+        ``pad=-100``.
+        """
         check_stream(full, "full", "step.shard", self.plan.batch.tokens, self.local_tokens)
-        check_number("pad", pad)
+        if pad is not None:
+            check_number("pad", pad)
         self.asked_for_rows = True
         local = local_rows.shard(full, self.row_tokens, pad)
         self.seen.sharded(full, local)
@@ -261,36 +269,40 @@ class Step:
             )
         return maps
 
-    def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
+    def labels(self, tokens: Tensor, ignore: int | None = None) -> Tensor:
         """Return the next-token labels of this rank's rows, given the token ids of the whole stream; they are shifted
         inside documents *before* sharding.
 
         If a token has several ids, ``[tokens, ids]``, each is shifted by itself. Do not pass labels that are already
-        shifted; take ``step.shard(labels, pad=-100)`` instead, which does not label pads. Raises
+        shifted; take ``step.shard(labels, pad=-100)`` instead, which does not label pads. They raise ValueError if the
+        step has seen the tokens, and the host can look at both without waiting for a device. ``ignore`` marks the rows
+        without a next token; by default it is the loader's ``Samples(ignore=...)``, else -100. Raises
         NotImplementedError for documents that branch.
         """
-        check_whole("ignore", ignore)
+        ignore = self._ignored(ignore)
         check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
         check_whole_numbers(tokens, "tokens", "step.labels")
         successors = local_rows.next_tokens(tokens, self.plan.batch, ignore)
+        self.seen.labelled(tokens, ignore)
+        self._refuse_labels_shifted_twice()
         # This does not count as asking for rows: labels do not tell where the model's input comes from.
         return local_rows.shard(successors, self.row_tokens, ignore)
 
-    def edges(self, tokens: Tensor, ignore: int = -100) -> Edges:
+    def edges(self, tokens: Tensor, ignore: int | None = None) -> Edges:
         """Return the edges of this rank, which are its tokens with each of their next tokens, given the token ids of
         the whole stream. Made for documents that branch, and works for all.
 
-        See :class:`Edges`. Next tokens whose id is ``ignore`` do not count, so ``tokens`` may also be labels that are
-        not shifted.
+        See :class:`Edges`. Next tokens whose id is ``ignore`` (as in :meth:`labels`) do not count, so ``tokens`` may
+        also be labels that are not shifted.
         """
-        check_whole("ignore", ignore)
+        ignore = self._ignored(ignore)
         check_stream(tokens, "tokens", "step.edges", self.plan.batch.tokens, self.local_tokens)
         check_whole_numbers(tokens, "tokens", "step.edges")
         if tokens.dim() != 1:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, but step.edges takes one id a token")
         return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
 
-    def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int = -100) -> Tensor:
+    def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int | None = None) -> Tensor:
         """Return the log-probability of the next token of each edge of this rank, ``[edges]``, in float32 or wider; 0
         for edges that do not count.
 
@@ -335,7 +347,7 @@ class Step:
         self,
         logits: Tensor,
         labels: Tensor | Edges,
-        ignore: int = -100,
+        ignore: int | None = None,
         *,
         weights: Tensor | None = None,
         gradients: Gradients = "summed",
@@ -345,8 +357,9 @@ class Step:
         number of valid labels on all ranks.
 
         ``labels`` are next tokens, ``step.labels(tokens)``; nothing is shifted here. Shift labels of your own inside
-        their documents before you shard them. Rows with the label ``ignore``, and all pads, do not count. Labels that
-        are the tokens themselves give a warning, if the step has seen the tokens.
+        their documents before you shard them. Rows with the label ``ignore``, and all pads, do not count; by default
+        these are rows with the label -100 and, in a step of the loader, with that of its ``Samples(ignore=...)``.
+        Labels that are the tokens themselves give a warning, if the step has seen the tokens.
 
         A document that branches has more next tokens than rows: pass ``step.edges(tokens)`` instead of labels. The loss
         is then this rank's sum over edges with ``weights``, by default ``edges.weights()``: a share of the mean over
@@ -374,7 +387,7 @@ class Step:
         refuse_branches(self.plan.batch, "labels hold")
         if weights is not None:
             raise ValueError("weights are for edges: pass step.edges(tokens) instead of labels, or leave weights out")
-        check_whole("ignore", ignore)
+        said, ignore = ignore, self._ignored(ignore)
         with self.collectives.checking("step.loss"):
             local_rows.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
@@ -382,6 +395,8 @@ class Step:
         if logits.requires_grad:
             self.losses.check_reduction(gradients)
         labels = local_rows.without_pads(labels, self.row_tokens, ignore)
+        if said is None and ignore != local_rows.DEFAULT_IGNORE:  # the user may have left out more of the loader's
+            labels = labels.masked_fill(labels == local_rows.DEFAULT_IGNORE, ignore)
         self._warn_of_copied_labels(labels, ignore)
         return self.losses.say(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
@@ -420,6 +435,13 @@ class Step:
             self.losses.check_reduction(gradients)
         return self.losses.say(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
 
+    def _ignored(self, ignore: int | None) -> int:
+        """Return the label of rows without a label: the one given, else this step's own."""
+        if ignore is None:
+            return self.ignore
+        check_whole("ignore", ignore)
+        return ignore
+
     def _check_count(self, count: Tensor | float) -> None:
         """Raise ValueError for a count that cannot be this rank's own: one of type :class:`CountOfAllRanks`, or one
         above this rank's rows.
@@ -430,7 +452,8 @@ class Step:
         if self.plan.batch.trees:  # a token counts once for each sequence that follows it
             rows = predictions(self._sequences, self.row_tokens.numpy())
         if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
-            raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
+            pads = self.local_tokens - int((self.row_tokens >= 0).sum())
+            raise ValueError(wrong_count(float(count), rows, self.plan.ranks, pads))
 
     def may_look_at(self, x: Tensor) -> bool:
         """Return whether the host may read ``x``. On a device it would have to wait, so there it may only in the first
@@ -446,6 +469,12 @@ class Step:
         found = self.seen.copied(labels, ignore, self.plan.batch, own_cut)
         if found is not None:
             warnings.warn(found, stacklevel=3)
+
+    def _refuse_labels_shifted_twice(self) -> None:
+        """Raise ValueError if :meth:`labels` was given next tokens of the ids that this step has seen."""
+        with self.collectives.checking("step.labels"):
+            if self.seen.shifted_twice(self.row_tokens.numpy(), self.plan.batch, self.may_look_at):
+                raise ValueError(SHIFTED_TWICE)
 
     def _cut_by_hand_fits(self) -> bool:
         """Return whether rows that a user cuts without the step are the plan's: the plan was made for the user's
@@ -465,12 +494,13 @@ class Step:
             )
 
     def note_call(self) -> None:
-        """Count an attention call. In the first one, warn if its rows may not be the plan's; in each, note the modules
-        that it runs in.
+        """Count an attention call. In the first one, warn if its rows may not be the plan's and refuse labels that were
+        shifted twice; in each, note the modules that it runs in.
         """
         self.calls += 1
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
+            self._refuse_labels_shifted_twice()
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:

@@ -11,6 +11,9 @@ summed, but FSDP2 averages by default. The usual set-up shards parameters over a
 Without the last line, pass ``gradients="averaged"`` to ``step.loss`` or ``huggingface.inputs``, which has the same
 effect.
 
+Where several groups of ranks (replicas) train on batches of their own, steps are bound to a group, and the model is
+sharded over all: ``fsdp.sum_gradients(model, replicas=2)`` sums over the ranks of a batch and averages over replicas.
+
 With micro-batches, pass to each ``step.loss`` its share of the whole batch's tokens, and run the same number of
 forwards and backwards on every rank.
 """
@@ -20,23 +23,45 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from flexcp.executor.losses.averaging import fsdp_reduction
+from flexcp.executor.arguments import check_whole
+from flexcp.executor.losses.averaging import Replicas, fsdp_reduction
 from flexcp.executor.step import Step
 
 
-def sum_gradients(model: nn.Module) -> None:
+def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
     """Let every FSDP2 module of ``model`` sum gradients over ranks instead of averaging them.
 
-    Call it once, after ``fully_shard`` and before the first forward: losses take it into account, and the backward of a
-    loss that was computed before raises. Compute the loss with ``step.loss`` or ``step.share``. A mean over this rank's
-    rows alone would make gradients too large by the number of ranks, and flexcp cannot detect that.
+    ``replicas`` is how many groups of ranks train on batches of their own, among the ranks that the model is sharded
+    over. Gradients are divided by it: they are summed over the ranks of a batch, and averaged over replicas. Give 1 if
+    your loss is divided by the replicas, or by the labels of all of them. By default there is one replica, and a
+    backward that is summed over more ranks than those of its step gives a warning.
+
+    Call it once, after the last ``fully_shard`` and before the first forward: losses take it into account, and the
+    backward of a loss that was computed before raises. Compute the loss with ``step.loss`` or ``step.share``. A mean
+    over this rank's rows alone would make gradients too large by the number of ranks, and flexcp cannot detect that.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
         raise ValueError(f"no module of {type(model).__name__} is sharded: call fully_shard first, then sum_gradients")
+    if replicas is not None:
+        _check_replicas(found, replicas)
     for module in found:
-        module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0 if replicas is None else Replicas(replicas))
         module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo supports no other, and NCCL copies less
+
+
+def _check_replicas(modules: list[FSDPModule], replicas: int) -> None:
+    """Raise ValueError for a number of replicas that does not divide the ranks that modules are sharded over."""
+    check_whole("replicas", replicas)
+    for module in modules:
+        # The attribute is private; a release without it only loses the check.
+        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
+            ranks = group.mesh_info.mesh.size()
+            if replicas < 1 or ranks % replicas:
+                raise ValueError(
+                    f"replicas={replicas} does not divide the {ranks} ranks that the model is sharded over: give the "
+                    "number of groups of ranks that train on batches of their own"
+                )
 
 
 def note_reduction(model: nn.Module, step: Step) -> None:

@@ -194,8 +194,8 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     over the ranks of the step, as in ``step.loss``. If they are summed, the batch's loss is the sum of the ranks'
     losses. If they are averaged (DDP), each rank's loss is multiplied by the number of ranks, and the batch's loss is
     their mean. A rank without tokens gets one row that no other row sees, because models cannot run on none. The stream
-    must be the same on every rank. In a group's first step this is checked, so there every rank of the group must call
-    this function, and waits for the others at most the ``timeout`` of ``bind``.
+    and its labels must be the same on every rank. In a group's first step this is checked, so there every rank of the
+    group must call this function, and waits for the others at most the ``timeout`` of ``bind``.
 
     A batch with a document that branches has no labels, because a row may have several: use
     ``model(**inputs).logits[0]`` with ``step.loss(logits, step.edges(tokens))`` and ``step.log_probs``.
@@ -211,12 +211,12 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
         if labels is not None:
             refuse_branches(batch, "labels hold")
         if batch.branches:
-            _refuse_other_streams(step, tokens)
+            _refuse_other_streams(step, tokens, tokens)
             return _without_labels(step, tokens)
         shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
         if labels is not None:
             refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
-    _refuse_other_streams(step, tokens)
+    _refuse_other_streams(step, tokens, tokens if labels is None else labels)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
     return keywords_of(rows_of(step, tokens, shifted), valid, gradients)
 
@@ -242,8 +242,8 @@ def _refuse_other_marks(labels: Tensor) -> None:
         )
 
 
-def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
-    """Raise ValueError on every rank if ranks gave different token ids to the group's first step,
+def _refuse_other_streams(step: Step, tokens: Tensor, labels: Tensor) -> None:
+    """Raise ValueError on every rank if ranks gave different token ids or labels to the group's first step,
     as with samplers that deal documents over ranks.
 
     Documents of equal lengths have equal plans on all ranks, so :func:`flexcp.bind` cannot detect this.
@@ -252,15 +252,17 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
     if notes is None or step.collectives.step != 1 or step.stream_compared:
         return
     step.stream_compared = True
-    digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
-    digests = said_by_all("token ids", digest, notes, step.timeout)
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise ValueError(
-                f"the token ids of rank {rank} are not those of rank 0: huggingface.inputs takes the stream of the "
-                "whole batch, the same on every rank. Where a sampler gives every rank documents of its own, gather "
-                "them with flexcp.frameworks.huggingface_trainer.prepared(batch, planner, gradients=...)"
-            )
+    said = " ".join(hashlib.sha256(x.cpu().to(torch.int64).numpy().tobytes()).hexdigest() for x in (tokens, labels))
+    digests = [x.split(" ") for x in said_by_all("token ids", said, notes, step.timeout)]
+    for number, what in enumerate(("token ids", "labels")):
+        for rank, of_rank in enumerate(digests):
+            if of_rank[number] != digests[0][number]:
+                raise ValueError(
+                    f"the {what} of rank {rank} are not those of rank 0: huggingface.inputs takes the stream of the "
+                    "whole batch and its labels, the same on every rank. Where a sampler gives every rank documents of "
+                    "its own, gather them with flexcp.frameworks.huggingface_trainer.prepared(batch, planner, "
+                    "gradients=...)"
+                )
 
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:

@@ -159,8 +159,8 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
 
 
 def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> None:
-    """Raise ValueError for labels that the loss would ignore because it reads ``shift_labels``, or that were not
-    counted.
+    """Raise ValueError for labels that the loss would ignore because it reads ``shift_labels``, that were not counted,
+    or that the loader meant to be ignored.
 
     ``inputs`` makes both the same tensor. Values are compared only if the host may read them.
     """
@@ -172,6 +172,12 @@ def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> N
             "labels are not those in shift_labels, which alone the loss reads beside a step: give labels of your own, "
             "the stream's, each beside its own token, to flexcp.frameworks.huggingface.inputs(tokens, step, labels), "
             "which shifts and counts them"
+        )
+    if step.ignore != IGNORE and bool((shifted == step.ignore).any()):
+        raise ValueError(
+            f"shift_labels holds {step.ignore}, with which this step's loader marks tokens without a label "
+            f"(Samples(ignore={step.ignore})), but Transformers' loss ignores only {IGNORE} and would train on them: "
+            f"make the loader without ignore=, or pass labels.masked_fill(labels == {step.ignore}, {IGNORE})"
         )
     counted = int((shifted != IGNORE).sum())
     if isinstance(count, ValidLabels) and count.here is not None and int(count.here) != counted:

@@ -69,6 +69,9 @@ def prepared(
     :func:`flexcp.Step.loss`: with ``"summed"``, ``model(**prepared).loss`` is this rank's sum / the valid labels of all
     ranks; with ``"averaged"`` (DDP, Accelerate) it is multiplied by the number of ranks. ``options`` go to the
     planner's call (``masks=``, ``tokens=``).
+
+    A batch without ``labels`` is trained on every next token, prompts included. To train on answers alone, let the
+    collator return labels that are not shifted, with -100 at tokens that are not to be predicted.
     """
     refuse_unknown(batch)
     found = read_batch(batch)

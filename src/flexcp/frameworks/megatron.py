@@ -318,7 +318,8 @@ def micro_batch(
     masks = layer_masks(config, mask)
     plan = planner(lengths, masks=masks, tokens=tokens, pad_to=multiple if multiple > 1 else None)
     step = bind(plan, group)
-    step.losses.said = True  # the loss is computed by forward_step
+    # The loss is computed by forward_step, and Megatron divides it by the tokens of all ranks.
+    step.losses.said = step.losses.replicas_said = True
     stream = torch.cat(list(documents))
     labels = step.labels(stream, IGNORE)
     count = step.local_tokens

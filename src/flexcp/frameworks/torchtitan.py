@@ -262,7 +262,8 @@ class FlexcpTrainer(Trainer):
         self.ntokens_seen += labels.numel()
         self._step = rows.step
         self._batches.note(rows.step)
-        self._step.losses.said = True  # torchtitan computes the loss itself
+        # torchtitan computes the loss itself, and divides it by the labels of all ranks
+        self._step.losses.said = self._step.losses.replicas_said = True
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 
     def _rows_for_loss(self) -> dict[str, Any]:

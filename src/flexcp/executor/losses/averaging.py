@@ -10,6 +10,11 @@ counts only if one of its modules is among the callers of attention.
 DDP does not average the gradients of a forward under ``no_sync``. A communication hook of the user's own may do
 anything, so it is not judged; torch's own hooks average.
 
+Gradients are summed or averaged over all ranks that FSDP2 shards a model over. If these are more than the ranks of a
+step, several groups of ranks (replicas) have batches of their own, and a sum over all ranks is the sum over replicas.
+It may be meant (the loss may be divided by the replicas), so there is a warning until
+``sum_gradients(model, replicas=...)`` says what is.
+
 FSDP2 reduces gradients by its settings at the time of the backward, and ``sum_gradients`` may be called after the loss
 was computed. So the backward checks the modules that attention ran in again.
 
@@ -37,6 +42,13 @@ Gradients = Literal["summed", "averaged"]
 """What happens to gradients over the ranks of a step."""
 FsdpModule = Callable[[], Any]
 """A weak reference to FSDP2's state of a module."""
+FSDP_AVERAGES = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
+FSDP_SUMS = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"
+MIXED = (
+    "some FSDP2 modules of this model sum gradients and others average them: call "
+    "flexcp.frameworks.fsdp.sum_gradients(model) after the last fully_shard, which is the root's, or not at all with "
+    "gradients='averaged'"
+)
 TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
@@ -58,8 +70,20 @@ class CountOfAllRanks(int):
     """
 
 
-def wrong_count(count: float, rows: int, ranks: int) -> str:
-    """Return the message for a count that is not this rank's own."""
+class Replicas(float):
+    """FSDP2's divisor of summed gradients, if ``sum_gradients`` was told the number of replicas. It is a float whose
+    type shows that it was given by the user.
+    """
+
+
+def wrong_count(count: float, rows: int, ranks: int, pads: int = 0) -> str:
+    """Return the message for a count that is not this rank's own; ``pads`` are rows that this rank has besides."""
+    if rows < count <= rows + pads:
+        return (
+            f"count={count:g} is more than the {rows} rows that count on this rank: it counts some of the {pads} pads, "
+            "and a loss that counts pads trains on them. Label pads by -100: labels of your own by "
+            "step.shard(labels, pad=-100), next tokens by step.labels(tokens), and count (labels != -100).sum()"
+        )
     return (
         f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the "
         f"counts of all {ranks} ranks. Pass this rank's own count, (labels != -100).sum(), or divide by the batch's "
@@ -89,21 +113,56 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
     ranks of ``group``. Each is None if no group does so.
     """
     shared = set(dist.get_process_group_ranks(group))
+    overlaps: dict[int, bool] = {}  # by mesh: modules usually have the same one
     averaged = summed = None
     for found in param_groups:
-        if len(shared & set(found.mesh_info.mesh.mesh.flatten().tolist())) < 2:
+        mesh = found.mesh_info.mesh
+        if id(mesh) not in overlaps:
+            overlaps[id(mesh)] = len(shared & set(mesh.mesh.flatten().tolist())) > 1
+        if not overlaps[id(mesh)] or not _trained(found):
             continue
         if found.gradient_divide_factor is None:
-            averaged = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
-        elif found.gradient_divide_factor == 1:
-            summed = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"
+            averaged = FSDP_AVERAGES
+        elif found.gradient_divide_factor == 1 or isinstance(found.gradient_divide_factor, Replicas):
+            summed = FSDP_SUMS
     return averaged, summed
 
 
-def running_fsdp_modules() -> list[FsdpModule]:
-    """Return the FSDP2 modules whose forward is running: those in that state whose model is among the callers.
+def _trained(param_group: Any) -> bool:
+    """Return whether a parameter group of FSDP2 has a parameter that is not frozen."""
+    # These names are internal to torch; with a release that changes them, frozen groups count too.
+    parameters = [getattr(x, "sharded_param", None) for x in getattr(param_group, "fsdp_params", ())]
+    return not parameters or any(x is None or x.requires_grad for x in parameters)
 
-    A model is among the callers if any of its modules is: of modules that were compiled together, not all appear there.
+
+def summed_ranks(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> int:
+    """Return over how many ranks FSDP2 modules sum gradients, if these are the ranks of ``group`` and others and nobody
+    said how many replicas they are; else 0. Without a group, the step is this rank's alone.
+    """
+    shared = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group))
+    meshes: dict[int, Any] = {}
+    for found in (g for module in modules for g in getattr(module(), "_fsdp_param_groups", ())):
+        factor = found.gradient_divide_factor
+        if factor == 1 and not isinstance(factor, Replicas):
+            meshes[id(found.mesh_info.mesh)] = found.mesh_info.mesh
+    ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+    return max((len(each) for each in ranks if shared < each), default=0)
+
+
+def unsaid_replicas(summed: int, ranks: int) -> str:
+    """Return the warning for gradients that are summed over ``summed`` ranks, of which ``ranks`` share a batch."""
+    replicas = f"{summed / ranks:g}"
+    return (
+        f"{FSDP_SUMS} sums gradients over {summed} ranks, of which {ranks} share this batch: the gradient is the sum, "
+        f"not the mean, of {replicas} replicas with batches of their own. Call fsdp.sum_gradients(model, "
+        f"replicas={replicas}) for their mean; if your loss is divided by the replicas, or by the labels of all of "
+        "them, call fsdp.sum_gradients(model, replicas=1), which ends this warning"
+    )
+
+
+def running_fsdp_modules() -> list[FsdpModule]:
+    """Return the FSDP2 modules of the models whose forward is running: models with a module in that state and a module
+    among the callers. Of modules that were compiled together, not all appear there.
     """
     # These names are internal to torch; if a release changes them, only this check is lost. If nothing imported FSDP2,
     # there are no modules.
@@ -117,7 +176,7 @@ def running_fsdp_modules() -> list[FsdpModule]:
         return []
     callers = {id(module) for module in _calling_modules()}
     running = {id(_model_of(state)) for module, state in found if id(module) in callers}
-    return [state for _, state in found if id(_model_of(state)) in running]
+    return [state for state in (known or {}).values() if id(_model_of(state)) in running]
 
 
 def _model_of(state: FsdpModule) -> Any:

@@ -1,4 +1,4 @@
-"""Warn about labels that are the input tokens themselves: a model trained on them learns to repeat its input.
+"""Find labels that are the input tokens, which teach a model to repeat its input, and labels that were shifted twice.
 
 ``step.loss`` does not shift labels, and their shape does not show whether the user did. So at its first loss a step
 compares the labels with the token ids that it has seen. If they are equal in every row whose label is not ``ignore``,
@@ -17,12 +17,21 @@ model's input. It then warns in two cases:
   That is a mistake too, so this warning names both. There is no warning if the user read ``step.indices``, or if, on
   several ranks, the plan's rows are those that a user would cut by hand (the plan was made for a given layout, or the
   rows are contiguous).
+
+``step.labels`` shifts what it is given, so it must not be given labels that are the next tokens already. These are
+found if each is the token after the one that this rank was given or sharded at its place, and if no given or sharded
+stream equals them. It is no mistake if the tokens themselves were given to ``step.labels`` too: then labels of the
+token after the next are wanted, for a second head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.batch import Batch
@@ -38,7 +47,16 @@ INPUT_FROM_ELSEWHERE = (
     "plan's rows. Take the input by step.shard too, or plan with layout='contiguous' if every rank cuts its own part "
     "of the stream"
 )
+SHIFTED_TWICE = (
+    "labels are already shifted: each is the token after its own, and step.labels would shift them again; give "
+    "step.labels the tokens, or take these labels by step.shard(labels, pad=-100). If labels of the token after the "
+    "next are wanted, take step.roll(step.labels(tokens), -1, fill=-100)"
+)
 NONE = -1
+FEWEST = 8
+"""The fewest tokens by which labels are judged to be shifted; fewer may agree by chance."""
+MOST = 16
+"""The most streams of a kind that are kept: a step may be used for many batches without a ``step.loss``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +67,14 @@ class Sharded:
     rows: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """A stream that was given to ``step.labels``, and the label in it that does not count."""
+
+    stream: Tensor
+    ignore: int
+
+
 class SeenTokens:
     """The streams that a step has seen before its first loss; :meth:`copied` checks them once and releases them."""
 
@@ -56,6 +82,7 @@ class SeenTokens:
         self.done = False
         self._ids: Tensor | None = None
         self._sharded: list[Sharded] = []
+        self._labelled: list[Labelled] = []
         self._others = False
 
     def given(self, ids: Tensor) -> None:
@@ -67,10 +94,16 @@ class SeenTokens:
         """Note a stream that was sharded, and this rank's rows of it."""
         if self.done:
             return
-        if stream.dim() == 1 and not stream.is_floating_point() and not stream.is_complex():
+        whole = stream.dim() == 1 and not stream.is_floating_point() and not stream.is_complex()
+        if whole and len(self._sharded) < MOST:
             self._sharded.append(Sharded(stream, rows))
         else:
             self._others = True
+
+    def labelled(self, stream: Tensor, ignore: int) -> None:
+        """Note a stream that was given to ``step.labels``."""
+        if not self.done and stream.dim() == 1 and len(self._labelled) < MOST:
+            self._labelled.append(Labelled(stream, ignore))
 
     def indexed(self) -> None:
         """Note that the user asked for ``step.indices``, and may have taken rows of a stream by them."""
@@ -81,7 +114,7 @@ class SeenTokens:
         could have cut its input from the stream without the step.
         """
         ids, sharded, others = self._ids, self._sharded, self._others
-        self.done, self._ids, self._sharded = True, None, []
+        self.done, self._ids, self._sharded, self._labelled = True, None, [], []
         counted = (labels != ignore).cpu()
         kept = labels.cpu().long()[counted]
         if len(kept) < 2 or bool((kept == kept[0]).all()):
@@ -102,6 +135,33 @@ class SeenTokens:
             return None if shifted else WARNING
         alone = not rest and not others and not own_cut
         return WARNING + INPUT_FROM_ELSEWHERE if alone else None
+
+    def shifted_twice(self, tokens: NDArray[np.int64], batch: Batch, may_look: Callable[[Tensor], bool]) -> bool:
+        """Return whether ``step.labels`` was given next tokens of this rank's ids. ``tokens`` has the stream token of
+        each local row, -1 for a pad; tensors that the host may not look at are left out.
+        """
+        if not self._labelled or len(self._labelled) == MOST:
+            return False
+        inputs = [seen.rows for seen in self._sharded] if self._ids is None else [self._ids]
+        rows = [x.cpu().long() for x in inputs if len(x) == len(tokens) and may_look(x)]
+        given = [(x.stream.cpu().long(), x.ignore) for x in self._labelled if may_look(x.stream)]
+        kept = np.flatnonzero(tokens >= 0)
+        inside = np.flatnonzero((tokens > 0) & ~np.isin(tokens, batch.starts))
+
+        def agree(labels: Tensor, ignore: int, x: Tensor, back: int, fewest: int) -> bool:
+            """Whether ``x`` has at each row the label ``back`` tokens before it, at ``fewest`` rows or more."""
+            at = torch.from_numpy(inside if back else kept)
+            found = labels[torch.from_numpy(tokens)[at] - back]
+            counts = found != ignore
+            return int(counts.sum()) >= fewest and bool((x[at] == found)[counts].all())
+
+        labelled = [x for x in rows if any(agree(*one, x, 0, 1) for one in given)]
+        return any(
+            agree(*one, x, 1, FEWEST) and not any(agree(*one, y, 0, 0) for y in rows)
+            for one in given
+            for x in rows
+            if not any(x is y for y in labelled)
+        )
 
 
 def _follows(labels: Tensor, tokens: Tensor, batch: Batch) -> bool:

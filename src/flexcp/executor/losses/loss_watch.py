@@ -4,8 +4,8 @@ A *share* is this rank's part of the batch's loss, made for gradients that are s
 over ranks. ``step.loss`` and ``step.share`` report a share that they made (:meth:`LossWatch.say`), and what it was made
 for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it. From
 both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if gradients
-are averaged and no share was reported. :mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts
-of both.
+are averaged and no share was reported, or summed over more ranks than those of the step.
+:mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts of both.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.losses.averaging import (
+    MIXED,
     FsdpModule,
     Gradients,
     reduction_of,
     running_average,
     running_fsdp_modules,
+    summed_ranks,
     uneven,
     unsaid_loss,
+    unsaid_replicas,
     wrong_factor,
 )
 from flexcp.executor.step_handles import live_steps
@@ -40,10 +43,12 @@ class LossWatch:
         """The module that averages or sums gradients over the step's ranks, by name, if an attention call found one."""
         self.said = False
         """Whether gradients of this step came from a reported loss, or the warning was given."""
+        self.replicas_said = False
+        """Whether a framework divides losses by the labels of all replicas, or FSDP2's sum over them was looked for."""
         self.in_backward = False
         """Whether a backward is running that began at a reported loss of this step."""
         self._fsdp_modules: list[FsdpModule] = []
-        """The FSDP2 modules that attention ran in."""
+        """The FSDP2 modules of the models that attention ran in."""
         self._shares_for: Gradients | None = None
         """What the last loss was made for, until a backward has checked that the FSDP2 modules do that."""
 
@@ -92,11 +97,13 @@ class LossWatch:
         Raise ValueError if FSDP2 was told, after the loss was made, to reduce gradients otherwise than the loss was
         made for; checked once for each loss. Warn once per step if gradients are averaged over ranks with different
         token counts and no share was reported. If a model has several steps (one for an encoder), some have no loss of
-        their own; a reported loss of any step in the same backward is enough.
+        their own; a reported loss of any step in the same backward is enough. Warn once per step if FSDP2 sums
+        gradients over replicas too.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None
             self._refuse(made_for, *reduction_of(self._fsdp_modules, self._group), late=True)
+        self._warn_of_replicas()
         if self.averaged_by is None or self.said or any(step.losses.in_backward for step in live_steps()):
             return
         self.said = True
@@ -104,8 +111,19 @@ class LossWatch:
         if counts is not None:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
+    def _warn_of_replicas(self) -> None:
+        """Warn once if FSDP2 sums gradients over more ranks than those of this step, and nobody said so."""
+        if self.replicas_said or not self._fsdp_modules:
+            return
+        self.replicas_said = True
+        summed = summed_ranks(self._fsdp_modules, self._group)
+        if summed:
+            warnings.warn(unsaid_replicas(summed, self._placement.ranks), stacklevel=3)
+
     def _refuse(self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False) -> None:
         """Raise ValueError if a module reduces gradients otherwise than the loss was made for."""
         who = averaged_by if gradients == "summed" else summed_by
+        if who is not None and None not in reduction_of(self._fsdp_modules, self._group):
+            raise ValueError(MIXED)
         if who is not None:
             raise ValueError(wrong_factor(who, gradients, self._placement.ranks, late))
