@@ -45,7 +45,8 @@ def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> t
     begin, verdicts = time.monotonic(), dict[int, Verdict]()
     with tempfile.TemporaryDirectory(prefix="flexcp-mutants-") as folder:
         copies = Copies(root, Path(folder), asked.jobs)
-        seconds = baseline(copies, {test for area in areas.values() for test in area.tests}, asked.slowest, say)
+        tests = {test for area in areas.values() for test in area.tests}
+        seconds, left_out = baseline(copies, tests, asked.slowest, say)
         places = drawn(root, areas, asked.count, asked.seed)
         facts = {
             "date": str(date.today()),
@@ -55,6 +56,7 @@ def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> t
             "cores": os.cpu_count(),
             "machine": platform.machine(),
             "tests": seconds,
+            "left_out": left_out,
         }
 
         def one(number: int) -> Verdict | None:
@@ -65,7 +67,7 @@ def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> t
             if not tests:
                 raise ValueError(f"no test of {place.area} passes on the unchanged sources")
             limit = 3 * sum(seconds[test] for test in tests) + START_SECONDS
-            return copies.with_copy(lambda copy: tried(place, tests, limit, copy, copies.stop))
+            return copies.with_copy(lambda copy: tried(place, tests, limit, copy, copies.stop, left_out))
 
         with copies.threads() as pool:
             runs = {pool.submit(one, number): number for number in range(len(places))}

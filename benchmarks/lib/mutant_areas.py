@@ -45,6 +45,7 @@ AREAS = {
         "executor",
         "exchange/transports exchange/arena exchange/plan_agreement run/packing run/message_layout run/rank_program",
         "executor/run/test_in_memory executor/run/test_packing executor/run/test_rank_recipe "
+        "executor/run/test_rank_program "
         "executor/run/test_one_machine executor/exchange/test_plan_agreement executor/exchange/test_transports "
         "executor/exchange/test_arena plan/test_slots executor/test_edges",
     ),

@@ -3,11 +3,11 @@
 Every worker has its own copy, so that the checkout itself is never changed. Tests of a copy import the copy. They run
 in their own session with a time limit, and everything they started is stopped with them.
 
-First each test file runs once on the unchanged sources. A file that fails or is slow there is left out: it would tell
-nothing about a mutant, or take the time of many; the log has the end of its output. The tests of a mutant are those of
-its area, first the files that name its module, the fastest first, until one fails; of the other files only as many are
-run as fit into ``TEST_SECONDS``. All of them run in one process, so its start, which no file alone can do without,
-counts once.
+First each test file runs on the unchanged sources. A test that fails there is left out, and a file in which several
+fail or that is slow is left out as a whole: they would tell nothing about a mutant, or take the time of many; the log
+names them. The tests of a mutant are those of its area, first the files that name its module, the fastest first, until
+one fails; of the other files only as many are run as fit into ``TEST_SECONDS``. All of them run in one process, so its
+start, which no file alone can do without, counts once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ they belong to sources that no mutant changes.
 LOOK_SECONDS = 0.5
 TEST_SECONDS = 100.0
 """What a mutant's tests take together, as the unchanged sources did; those that name its module are run in any case."""
+MOST_FAILING = 3
+"""A file in which more tests than this fail on the unchanged sources is left out as a whole."""
 START_SECONDS = 30.0
 """Seconds that tests may take in addition to three times their time without the mutant."""
 
@@ -105,16 +107,29 @@ class Copies:
 
 
 class Ran(NamedTuple):
-    """How tests ended: "passed", "failed" or "too slow", after how many seconds, and the last line they printed."""
+    """How tests ended: "passed", "failed" or "too slow", after how many seconds, the last line they printed, and the
+    test that failed.
+    """
 
     how: str
     seconds: float
     last_line: str
+    failed: str
 
 
-def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.Event) -> Ran:
-    """Run test files in a copy, until one fails or the time limit is reached."""
+class Baseline(NamedTuple):
+    """The seconds of each test file that passes on the unchanged sources, without the tests ``left_out``."""
+
+    seconds: dict[str, float]
+    left_out: tuple[str, ...]
+
+
+def run_tests(
+    copy: Path, tests: tuple[str, ...], limit: float, stop: threading.Event, left_out: tuple[str, ...] = ()
+) -> Ran:
+    """Run test files in a copy, without the tests ``left_out``, until one fails or the time limit is reached."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    command += [f"--deselect={test}" for test in left_out]
     paths = os.pathsep.join((str(copy / "src"), str(copy / "benchmarks")))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     begin, quiet = time.monotonic(), subprocess.DEVNULL
@@ -130,25 +145,36 @@ def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.
             os.killpg(process.pid, signal.SIGKILL)  # what tests have started, too
         process.wait()
         said.seek(0)
-        last_line = next((line.strip() for line in reversed(said.readlines()) if line.strip()), "")
-    return Ran({None: "too slow", 0: "passed"}.get(code, "failed"), time.monotonic() - begin, last_line)
+        lines = [line.strip() for line in said.readlines() if line.strip()]
+    failed = next((line.removeprefix("FAILED ").split(" - ")[0] for line in lines if line.startswith("FAILED ")), "")
+    how = {None: "too slow", 0: "passed"}.get(code, "failed")
+    return Ran(how, time.monotonic() - begin, lines[-1] if lines else "", failed)
 
 
-def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str], None]) -> dict[str, float]:
-    """Return the seconds of each test file that passes on the unchanged sources within the limit."""
-    found: dict[str, float] = {}
+def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str], None]) -> Baseline:
+    """Run each test file on the unchanged sources, within the limit, without single tests that fail there."""
+
+    def one(copy: Path, test: str) -> tuple[Ran, tuple[str, ...]]:
+        left_out: tuple[str, ...] = ()
+        while True:
+            ran = run_tests(copy, (test,), limit, copies.stop, left_out)
+            if ran.how != "failed" or not ran.failed or len(left_out) == MOST_FAILING:
+                return ran, left_out
+            left_out += (ran.failed,)
+
+    seconds: dict[str, float] = {}
+    failing: list[str] = []
     with copies.threads() as pool:
-        runs = {
-            pool.submit(copies.with_copy, lambda copy, t=test: run_tests(copy, (t,), limit, copies.stop)): test
-            for test in sorted(tests)
-        }
+        runs = {pool.submit(copies.with_copy, lambda copy, t=test: one(copy, t)): test for test in sorted(tests)}
         for run in as_completed(runs):
-            how, seconds, last_line = run.result()
-            left_out = "" if how == "passed" else f"; {how}, so it is left out: {last_line}"
-            say(f"unchanged: {runs[run]} in {seconds:.0f} s{left_out}")
-            if how == "passed":
-                found[runs[run]] = round(seconds, 1)
-    return found
+            ran, left_out = run.result()
+            note = f"; {ran.how}, so it is left out: {ran.last_line}" if ran.how != "passed" else ""
+            note = f", without {' and '.join(left_out)}, which fails" if left_out and not note else note
+            say(f"unchanged: {runs[run]} in {ran.seconds:.0f} s{note}")
+            if ran.how == "passed":
+                seconds[runs[run]] = round(ran.seconds, 1)
+                failing += left_out
+    return Baseline(seconds, tuple(failing))
 
 
 def nearest_tests(root: Path, source: str, area: Area, seconds: dict[str, float]) -> tuple[str, ...]:
@@ -198,14 +224,16 @@ def _stream(root: Path, name: str, area: Area, rng: random.Random) -> Iterator[P
             yield Place(name, source, mutant)
 
 
-def tried(place: Place, tests: tuple[str, ...], limit: float, copy: Path, stop: threading.Event) -> Verdict:
-    """Put a mutant into a copy, run its tests, and restore the copy."""
+def tried(
+    place: Place, tests: tuple[str, ...], limit: float, copy: Path, stop: threading.Event, left_out: tuple[str, ...]
+) -> Verdict:
+    """Put a mutant into a copy, run its tests, without those ``left_out``, and restore the copy."""
     path = copy / place.source
     original = path.read_text()
     path.write_text(place.mutant.source)
     try:
-        how, seconds, _ = run_tests(copy, tests, limit, stop)
+        ran = run_tests(copy, tests, limit, stop, left_out)
     finally:
         path.write_text(original)
     words = {"passed": "survived", "failed": "killed", "too slow": "killed (too slow)"}
-    return Verdict(place, words[how], round(seconds, 1), tests)
+    return Verdict(place, words[ran.how], round(ran.seconds, 1), tests)

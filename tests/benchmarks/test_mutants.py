@@ -12,7 +12,7 @@ from textwrap import indent
 import pytest
 
 from lib.mutant_areas import AREAS, Area
-from lib.mutant_runs import TEST_SECONDS, drawn, nearest_tests
+from lib.mutant_runs import TEST_SECONDS, Copies, baseline, drawn, nearest_tests
 from lib.mutations import mutants
 from mutants import ROOT, main
 
@@ -42,6 +42,14 @@ def test_a_test_kills_what_it_looks_at(tiny: Path, tmp_path: Path, capsys: pytes
     assert code == 1 and "2 of 4 mutants killed (50 %)" in capsys.readouterr().out
     assert "| tiny | 4 | 2 |" in page.read_text() and "b - 8" in page.read_text() and "a - 3" not in page.read_text()
     assert (tiny / "src/tiny.py").read_text() == SOURCE
+
+
+def test_a_test_that_fails_anyway_is_left_out_and_the_others_of_its_file_are_not(tiny: Path, tmp_path: Path) -> None:
+    (tiny / "tests/test_tiny.py").write_text("def test_anyway():\n    assert False\n\n\n" + TEST)
+    said: list[str] = []
+    found = baseline(Copies(tiny, tmp_path / "copies", 1), {"tests/test_tiny.py"}, 60.0, said.append)
+    assert list(found.seconds) == ["tests/test_tiny.py"] and found.left_out == ("tests/test_tiny.py::test_anyway",)
+    assert len(said) == 1 and said[0].endswith(" s, without tests/test_tiny.py::test_anyway, which fails")
 
 
 def test_a_mutant_that_does_not_end_is_killed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

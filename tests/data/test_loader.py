@@ -195,6 +195,17 @@ def test_shared_plans_are_planned_once_and_leave_no_keys(ranks: int, workers: in
     assert max(r["keys"] for r in found) <= 2 * ranks + 2
 
 
+def kind_of_plans(group: Any) -> str:
+    options = arguments(workers=0, share_plans=True)
+    with Loader(Numbered([9], known=True), planner(group.size()), budget=60, group=group, **options) as loader:
+        return type(loader.plans).__name__
+
+
+def test_one_rank_shares_its_plans_with_nobody(pool: RankPool) -> None:
+    assert pool.run(kind_of_plans, ranks=1) == ["Pool"]
+    assert pool.run(kind_of_plans, ranks=2) == ["SharedPlans"] * 2
+
+
 def failing_shared_plans(group: Any, folder: Path) -> str:
     data = Numbered(known=True)
     try:
@@ -334,6 +345,16 @@ def test_documents_over_the_maximum(mode: str) -> None:
         assert int(ends.sum()) == len(b.samples)
         assert torch.equal(b.labels[~ends], b.tokens[~ends] + 1)
         assert b.valid == len(b.tokens) - len(b.samples)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_documents_that_were_cut_or_dropped_are_counted(mode: str) -> None:
+    """One of just the maximum is neither."""
+    for too_long, counts in (("cut", (2, 0)), ("drop", (0, 2))):
+        options = arguments(max_length=60, too_long=too_long, workers=0, document_fields=["images"])
+        with Loader(dataset(mode, [60, 61, 90, 5, 60, 59]), planner(1), budget=BUDGET, **options) as loader:
+            assert len(list(loader)) > 1
+            assert (loader.stats.cut, loader.stats.dropped) == counts
 
 
 @pytest.mark.parametrize("mode", MODES)

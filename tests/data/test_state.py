@@ -118,6 +118,29 @@ def test_an_old_iterator_does_not_go_on_beside_a_new_one() -> None:
             next(old)
 
 
+def test_an_iterator_ends_where_its_loader_goes_on_from_another_state_or_is_closed() -> None:
+    for change in (lambda data: data.load_state_dict(data.state_dict()), Loader.close):
+        with loader(made("known")) as data:
+            old = iter(data)
+            next(old)
+            change(data)
+            with pytest.raises(RuntimeError, match="iterated again or loaded another state"):
+                next(old)
+
+
+def test_steps_that_an_iterator_ordered_are_dropped_when_another_one_begins() -> None:
+    with loader(made("known"), lookahead=3) as data:
+        old, ask = iter(data), data.plans.ask
+
+        def once(step: int, order: Any) -> None:
+            assert step not in data.plans.jobs, "ordered twice"  # type: ignore[union-attr]
+            ask(step, order)
+
+        data.plans.ask = once  # type: ignore[method-assign]
+        next(old)
+        assert next(iter(data)).number == 1
+
+
 def test_a_closed_loader_is_not_iterated() -> None:
     data = loader(made("known"))
     data.close()

@@ -4,12 +4,16 @@ and what is told of wrong input.
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+
 import numpy as np
 import pytest
 
 import flexcp
-from flexcp.masks import Mask, area, depths, tree_under, windowed
-from flexcp.masks.tree import MAX_WINDOW_SLICES, tree_of_mask
+from flexcp.masks import Mask, area, depths, tree_under, window_of, window_of_tree, windowed
+from flexcp.masks.named import NAMED
+from flexcp.masks.tree import MAX_WINDOW_SLICES, Tree, tree_of_mask
 
 
 def random_tree(
@@ -85,6 +89,56 @@ def test_sequences_end_where_it_is_said() -> None:
     assert tree.predecessors().tolist() == [-1, 0, 1, 2, 3, 1, 5, 6]
 
 
+def test_trees_are_the_same_if_their_tokens_and_sequences_have_the_same_paths() -> None:
+    def tree(*arguments: list[int]) -> Tree:
+        return tree_of_mask(flexcp.tree(*arguments))
+
+    plain = tree([-1, 0, 0], [4, 2, 2])
+    assert plain.same_as(tree([-1, 0, 1, 1], [1, 3, 2, 2]))  # one segment in two
+    assert plain.same_as(tree([-1, 0, 0, 0], [4, 2, 2, 0], [1, 2]))  # a segment without tokens
+    assert not plain.same_as(tree([-1, 0, -1], [4, 2, 2]))  # another path
+    assert not plain.same_as(tree([-1, 0, 0], [4, 2, 2], [1]))
+    assert not plain.same_as(tree([-1, 0, 0], [4, 2, 2], [2, 1]))  # sequences of the same lengths in another order
+    nothing = tree([-1, -1], [0, 3], [0])
+    assert nothing.same_as(tree([-1, -1], [3, 0], [1])) and not nothing.same_as(tree([-1], [3], [0]))
+
+
+def test_a_tree_is_one_sequence_unless_it_branches() -> None:
+    for parents, lengths, one in (
+        ([-1, 0, 1], [2, 3, 1], True),
+        ([-1, 0, 0], [2, 0, 3], True),
+        ([-1, 0, 0], [2, 1, 3], False),
+        ([-1, -1], [2, 3], False),
+    ):
+        assert tree_of_mask(flexcp.tree(parents, lengths)).is_one_sequence == one
+
+
+def test_the_window_of_a_layer_or_a_tree_is_known_where_it_only_looks_back() -> None:
+    assert [window_of(flexcp.window(*sides)) for sides in ((5, 0), (0, 0), (5, 1), (None, 0))] == [5, 0, None, None]
+    assert window_of(flexcp.causal()) is None and window_of(flexcp.masks.lambda_(4, 8)) is None
+    for left, known in ((None, None), (sys.maxsize, None), (0, 0), (7, 7)):
+        assert window_of_tree(flexcp.tree([-1, 0], [3, 2], left=left)) == known
+
+
+def test_a_window_over_the_longest_sequence_takes_no_more_slices_than_no_window() -> None:
+    plain = flexcp.tree([-1, 0, 0], [4, 2, 3])
+    assert np.array_equal(windowed(plain, 6).slices(9), plain.slices(9)) and len(plain.slices(9)) == 3
+    for left, slices in ((5, 5), (1, 5), (0, 3)):  # a segment each, and the root for both others where it is in reach
+        mask = windowed(plain, left)
+        assert len(mask.slices(9)) == NAMED["tree"].most_slices(mask, 9) == slices
+    assert NAMED["tree"].most_slices(plain, 9) == 3
+
+
+def test_a_window_of_the_most_slices_is_taken_and_one_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = flexcp.tree([-1, 0, 0], [4, 2, 3], left=2)
+    module = import_module("flexcp.masks.tree")  # flexcp.masks.tree itself is the function
+    monkeypatch.setattr(module, "MAX_WINDOW_SLICES", 5)
+    assert len(mask.slices(9)) == 5
+    monkeypatch.setattr(module, "MAX_WINDOW_SLICES", 4)
+    with pytest.raises(NotImplementedError, match="takes more than 4 slices"):
+        mask.slices(9)
+
+
 def test_masks_of_other_ends_or_windows_are_others() -> None:
     masks = [
         flexcp.tree([-1, 0, 0], [4, 2, 3]),
@@ -104,6 +158,9 @@ def test_the_order_of_segments() -> None:
     assert order == [3, 0, 1, 2, 4, 5]
     with pytest.raises(ValueError, match="segment 1 has no root: its ancestors are a circle"):
         flexcp.masks.tree_order([-1, 2, 1])
+    for parents in ([-1, 2], [-1, -2]):
+        with pytest.raises(ValueError, match=rf"segment 1 has the parent {parents[1]}; parents are segments 0 to 1"):
+            flexcp.masks.tree_order(parents)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +185,7 @@ def test_the_order_of_segments() -> None:
         (([], []), "a document has at least 1 token"),
         (([-1], [0]), "a document has at least 1 token"),
         (([-1, 0], [1, 1], [2]), "sequence 0 ends in segment 2, but there are segments 0 to 1"),
+        (([-1, 0], [1, 1], [0, -1]), "sequence 1 ends in segment -1, but"),
         (([-1, 0], [1, 1], []), "ends is empty"),
         (([-1, 0], [1, 1], None, -1), "left is how many"),
     ],

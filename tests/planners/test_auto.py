@@ -23,7 +23,7 @@ from flexcp.models.find import find_model
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
-from flexcp.planners.auto.auto import MOST_SIMULATED, auto, auto_plan, step_ns, variant_ns
+from flexcp.planners.auto.auto import MOST_SIMULATED, _Search, auto, auto_plan, step_ns, variant_ns
 from flexcp.planners.auto.candidates import HIGH_EFFORT, Candidate, find_candidates
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.price import price_ns
@@ -272,6 +272,12 @@ def test_a_pass_beyond_the_simulators_clock_is_priced_in_closed_form(monkeypatch
     plan = auto_plan(asked)
     predicted = predict(plan.placement, asked.shape, asked.cluster, asked.cost).total_ns
     assert f"{predicted / 1e6:.3f} ms" in plan.explain()
+
+
+def test_a_layer_that_just_fits_the_simulators_clock_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module(MODULE), "LONGEST_NS", 7)
+    search = _Search(Request(make_batch([9], masks={"all": (causal(), 5)}), SHAPE, cluster("h100:1x2"), COST), 2)
+    assert [search._is_too_long(ns) for ns in (5 * 7, 5 * 8 - 1, 5 * 8)] == [False, False, True]
 
 
 def test_a_very_slow_machine_is_no_trouble() -> None:

@@ -77,3 +77,18 @@ def test_the_table_behind_a_timeline_adds_bars_up() -> None:
     rows = [re.findall(r'data-value="([\d.]+)"', row) for row in re.findall(r"<tr>(.*?)</tr>", text)[1:]]
     assert [list(map(float, row)) for row in rows] == [[0, 3, 0, 3, 0, 0, 0, 0], [1, 0, 0, 1, 0, 2, 0, 0]]
     assert "6.000 ms in all; ranks wait 1.000 to 3.000 ms." in text and 'data-section="3"' in text
+
+
+def test_bars_that_may_not_be_joined_are_all_drawn_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MOST_BARS", 5)
+    assert len(spans_of([Event(0, "compute", f"{i}", 10 * i, 10 * i + 1, 1) for i in range(20)])) == 20
+
+
+def test_times_in_the_table_have_four_digits() -> None:
+    text = timeline_figure(1, timeline_data([Event(0, "compute", "a", 0, 123_456, 0)]), 1, "caption")
+    assert 'data-value="0.1235"' in text
+
+
+def test_a_track_that_a_timeline_does_not_have_is_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown tracks \['dance'\]; a timeline has compute, other, wait"):
+        timeline_data([Event(0, "dance", "a", 0, 1, 0)])

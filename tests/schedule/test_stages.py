@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,20 @@ from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.plan.placement import Divisions
 from flexcp.planners.request import Request
 from flexcp.schedule import analysis, stages
+from flexcp.schedule.flows import Flows, Moves
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.stages import (
     CUT_TOKENS,
     ExchangeTimes,
+    Peers,
     Stages,
     choose_stages,
     cut_by_divisions,
     cut_into_stages,
     equal_borders,
     faster_way,
+    find_peers,
+    slots_of,
     worth_simulating,
 )
 from flexcp.schedule.work import Work
@@ -215,26 +220,112 @@ def test_divisions_put_every_token_into_the_stage_of_its_block() -> None:
     assert len(parts) == 1 + changes
 
 
-def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots() -> None:
+@pytest.mark.parametrize(("back", "home"), [(900, 50), (900, 0), (0, 50), (0, 0)])
+def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots(back: int, home: int) -> None:
     """Slot by slot, for ranks to which queries come and ranks to which none do."""
     number, queries = np.array([1, 2, 3, 1, 2, 3]), np.array([0, 0, 0, 70, 70, 70])
-    own, rest, again, back, home = 1000, 600, 30, 900, 50
+    own, rest, again = 1000, 600, 30
     work = Work(*(np.full(6, ns) for ns in (own, rest, again, 0)))
     times = ExchangeTimes(queries, 0 * queries, np.full(6, back), 0 * queries, np.full(6, home))
     machine = replace(cluster("h100", 1, 6), latency_ns=10)
     kept = Stages(number, 0 * number, 0 * number, equal_borders(number))
     nothing: Any = None
-    found = choose_stages(nothing, nothing, work, times, nothing, machine, kept)
+    with np.errstate(all="raise"):  # some ranks exchange nothing
+        found = choose_stages(nothing, nothing, work, times, nothing, machine, kept)
     for rank, (stages_here, there) in enumerate(zip(number.tolist(), queries.tolist(), strict=True)):
-        start = 10 if stages_here > 1 else 0
+        start = 10 if stages_here > 1 and back else 0
         out = -(-back // stages_here) + start
         each = -(-(rest + (stages_here - 1) * again) // stages_here)
-        last = out + home - 10  # one exchange
-        held = 1000 * last // (there + last)
+        last = out + home - (10 if back and home else 0)  # one exchange
+        held = 1000 * last // (there + last) if there + last else 0
         after = own * held // 1000
         slots = [max(own - after, there), each] if there else [own - after + each]
         slots += [max(each, out)] * (stages_here - 1)
         assert found.held[rank] == held and found.ns[rank] == sum(slots) + max(after, last)
+
+
+def test_slots_are_those_of_the_picture() -> None:
+    """By hand: a rank of two stages with relays, one to which nothing comes, and one that computes moved queries."""
+    work = Work(*np.array([[1000, 70, 1000], [600, 0, 300], [20, 5, 0], [100, 0, 0]]))
+    times = ExchangeTimes(*np.array([[200, 0, 100], [40, 0, 0], [300, 0, 0], [0, 0, 0], [50, 0, 200]]))
+    machine = replace(cluster("h100", 1, 3), latency_ns=10)
+    with np.errstate(all="raise"):
+        found = slots_of(np.array([2, 1, 1]), work, times, machine)
+    # Rank 0: of 200 + 40 ns one half each and a start each arrive first; gradients and results leave in one exchange,
+    # 160 + 50 - 10 ns, beside 200 / (140 + 200) of the own work. The first stage has all work that waits for queries.
+    assert found[0].tolist() == [[412, 70, 334], [360, 0, 300], [260, 0, 666], [588, 0, 0]]
+    assert found[1].tolist() == [[140, 0, 100], [110, 0, 0], [160, 0, 200], [200, 0, 0]]
+
+
+def chosen_for(work: Work, times: ExchangeTimes, readers: list[int], assemble_own: bool = False) -> Stages:
+    ranks = len(work.own)
+    placement: Any = SimpleNamespace(ranks=ranks, assemble_own=assemble_own, wishes=SimpleNamespace(divisions=None))
+    needs: Any = SimpleNamespace(keys=SimpleNamespace(first=SimpleNamespace(rank=np.array(readers))))
+    alone = Peers(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    return choose_stages(placement, needs, work, times, alone, replace(cluster("h100", 1, ranks), latency_ns=0))
+
+
+def test_only_ranks_that_read_keys_and_wait_for_them_take_more_stages() -> None:
+    """With as much to receive as to compute, s stages take (s + 1) / s of either, and there are four at most."""
+    some, none = np.full(3, 1200), np.zeros(3, np.int64)
+    times = ExchangeTimes(np.array([1200, 1200, 0]), none, none, none, none)
+    found = chosen_for(Work(none, some, none, none), times, [0, 2])
+    assert found.number.tolist() == [4, 1, 1] and found.ns.tolist() == [1500, 2400, 1200]
+    assert found.borders.tolist() == [[0, 300, 600, 900, 1200], [0, *[1200] * 4], [0, *[1200] * 4]]
+
+
+def test_one_more_stage_is_taken_if_it_saves_more_than_a_hundredth() -> None:
+    """One stage takes 2400 ns; two take 1800, three 1600 and four 1500, and each further one costs ``again`` more."""
+    one, none = np.array([1200]), np.zeros(1, np.int64)
+    for again, number in ((0, 4), (170, 3), (574, 2), (576, 1)):
+        work = Work(none, one, np.array([again]), none)
+        assert chosen_for(work, ExchangeTimes(one, none, none, none, none), [0]).number.tolist() == [number], again
+
+
+def test_with_own_tokens_to_assemble_everything_comes_one_after_the_other() -> None:
+    work = Work(*np.array([[1], [20], [7], [5]]))
+    found = chosen_for(work, ExchangeTimes(*np.array([[300], [9], [4000], [9], [50000]])), [0], assemble_own=True)
+    assert (found.ns.tolist(), found.number.tolist(), found.held.tolist()) == ([54321], [1], [0])
+
+
+def test_peers_are_the_pairs_of_ranks_between_which_anything_moves() -> None:
+    def flows(*rows: tuple[int, int, int]) -> Flows:
+        return Flows(*np.array(rows, np.int64).reshape(-1, 3).T)
+
+    none = flows()
+    moves = Moves(flows((0, 1, 8), (2, 0, 8)), none, none, none, flows((1, 1, 8)), flows((1, 0, 8)), flows((0, 1, 9)))
+    found = find_peers(moves)
+    assert list(zip(found.source.tolist(), found.target.tolist(), strict=True)) == [(0, 1), (1, 0), (2, 0)]
+    assert len(find_peers(Moves(*[none] * 7)).source) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"),
+    [
+        (126, [(0, 126, 2)]),
+        (127, [(0, 127, 1)]),
+        (128, [(0, 128, 1)]),
+        (130, [(0, 128, 1), (128, 130, 2)]),
+        (384, [(0, 256, 1), (256, 384, 2)]),
+        (1000, [(0, 512, 1), (512, 1000, 2)]),
+    ],
+)
+def test_pieces_are_cut_at_the_nearest_tile(tokens: int, parts: list[tuple[int, int, int]]) -> None:
+    pieces = Pieces(*np.array([[0, 1, 0, tokens, 0, 1, 0]]).T)
+    found, stage, _ = cut_into_stages(pieces, equal_borders(np.array([2, 2])), cluster("h100", 2, 1))
+    assert list(zip(found.start.tolist(), found.stop.tolist(), stage.tolist(), strict=True)) == parts
+
+
+def test_inside_first_has_the_nodes_own_keys_in_its_first_stage_and_the_others_evenly_after() -> None:
+    rows = [(0, owner, 0, 1024, 0, 2, 0) for owner in (1, 2, 3)]
+    borders = equal_borders(np.full(4, 3))
+    found, stage, piece = cut_into_stages(Pieces(*np.array(rows).T), borders, cluster("h100", 2, 2), inside_first=True)
+    assert sorted(zip(found.owner.tolist(), stage.tolist(), found.amount.tolist(), strict=True)) == [
+        (1, 1, 2048),
+        (2, 2, 2048),
+        (3, 3, 2048),
+    ]
+    assert found.owner.tolist() == [rows[number][1] for number in piece]
 
 
 def way(contended_ns: int, inside_first: bool = False, others: tuple[Stages, ...] = ()) -> Stages:

@@ -50,10 +50,10 @@ class Tree:
     @cached_property
     def after(self) -> Ints:
         """For each segment, the first segment after its subtree; the number of segments if there is none."""
-        parents, size = self.parents.tolist(), [1] * len(self.parents)
-        for segment in range(len(size) - 1, -1, -1):
-            if parents[segment] != ROOT:
-                size[parents[segment]] += size[segment]
+        size = [1] * len(self.parents)
+        for segment, parent in reversed(list(enumerate(self.parents.tolist()))):
+            if parent != ROOT:
+                size[parent] += size[segment]
         return np.arange(len(size)) + np.array(size, np.int64)
 
     @cached_property

@@ -29,7 +29,6 @@ MOST_PAIRS = 20_000
 def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
     """Return the numbers that a page draws for one plan."""
     batch, placement = plan.batch, plan.placement
-    of_runs, _ = np.unique(batch.document_of(placement.runs.start), return_counts=True)
     drawn = drawn_documents(plan)
     whole = len(drawn) == batch.documents
     runs = placement.runs if whole else _runs_of(plan, drawn)
@@ -38,7 +37,7 @@ def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
         "perNode": plan.cluster.ranks_per_node,
         "lengths": batch.lengths.tolist(),
         "pads": placement.pads,
-        "drawn": len(of_runs) and sorted(drawn.tolist()),
+        "drawn": drawn.tolist(),
         "runs": _columns(runs, "rank", "start", "stop"),
         "masks": [
             {
@@ -64,12 +63,10 @@ def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
 def drawn_documents(plan: Plan) -> Ints:
     """Return the documents that are given exactly: the longest ones within the budget of rows, at least one."""
     batch, placement = plan.batch, plan.placement
-    inside = placement.runs.start < batch.tokens
     documents, count = batch.split_by_document(placement.runs.start, placement.runs.stop)[1], batch.documents
     rows = np.maximum.reduce(
         [sums(found, np.ones_like(found), count) for found in (documents, *(r.document for r in placement.regions))]
     )
-    assert inside.any()
     order = np.argsort(-batch.lengths, kind="stable")
     fits = int(np.searchsorted(np.cumsum(rows[order]), MOST_ROWS, side="right"))
     return np.sort(order[: max(1, fits)])

@@ -92,7 +92,7 @@ def _pieces(placement: Placement, reads: _Reads) -> Pieces:
     reader, start, stop = united(reads.rank * heads + reads.head, reads.start, reads.stop)
     rank, head = reader // heads, reader % heads
     label, first, last, once = covered_once(head, start, stop)
-    span = placement.stream + 1
+    span = placement.stream  # one axis for all head ranges, on which different ones touch but do not overlap
     base = head * span
     index, at = overlaps(base + start, base + stop, label * span + first, label * span + last)
     start, stop = np.maximum(start[index], first[at]), np.minimum(stop[index], last[at])

@@ -96,11 +96,12 @@ def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
 
     The head ranges that ranks of a node read of an owner are then either equal or disjoint.
     """
-    pair = keys.rank // cluster.ranks_per_node * cluster.ranks + keys.owner
+    sides = (cluster.nodes, cluster.ranks)
+    pair = np.ravel_multi_index((keys.rank // cluster.ranks_per_node, keys.owner), sides)
     borders = distinct(np.concatenate([keys.h0, keys.h1]), int(keys.h1.max()) + 1)
     first, last = np.searchsorted(borders, keys.h0), np.searchsorted(borders, keys.h1)
     heads = first * len(borders) + last
-    low = np.full(cluster.nodes * cluster.ranks, len(borders) ** 2)
+    low = np.full(np.prod(sides), np.iinfo(np.int64).max)
     high = np.zeros_like(low)
     np.minimum.at(low, pair, heads)
     np.maximum.at(high, pair, heads)

@@ -338,7 +338,7 @@ def _borders_by_level(stages: int) -> Ints:
 def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
     """Return the key pieces cut into the stages that a planner wishes for: (parts, the stage and the piece of each)."""
     block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
-    span = int(placement.tokens.max()) + 1
+    span = int(placement.tokens.max())  # one axis for all owners, on which different ones touch but do not overlap
     order = np.argsort(owner * span + start, kind="stable")
     block, low, high = block[order], (owner * span + start)[order], (owner * span + stop)[order]
     piece, at = overlaps(keys.owner * span + keys.start, keys.owner * span + keys.stop, low, high)

@@ -105,7 +105,7 @@ def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes |
     The second result is None if ``homes`` are given or if all rows are at home.
     """
     position, keeper, start, stop = homes or homes_of(placement)
-    span = placement.stream + 1  # one axis for all positions, on which different positions do not overlap
+    span = placement.stream  # one axis for all positions, on which different ones touch but do not overlap
     axis_start, axis_stop = keeper * span + start, keeper * span + stop
     slices, begin = cuts.slices, cuts.begin
     base = position[regions.rank[cuts.region]] * span + begin

@@ -132,6 +132,8 @@ def test_stamps_of_passes_and_of_other_calls_differ() -> None:
     others = [Occasion(place, number, 1).stamp for place in ("step.roll", "step.loss") for number in (1, 2)]
     assert len({*passes, *others}) == len(passes) + len(others)
     assert all(0 <= stamp < 1 << 63 for stamp in passes + others)
+    largest = PassLabel((1 << 24) - 1, (1 << 28) - 1, (1 << 9) - 1, "", True, 2).stamp
+    assert largest == (1 << 62) - 1  # every part has room of its own
 
 
 def dawdling(rank: int, seed: int) -> type[HostExchange]:
@@ -449,6 +451,44 @@ def test_a_stage_is_waited_for_until_its_own_messages_have_left() -> None:
     assert waited == ["from 1", "to 2"]
     exchange.arrived(2)
     assert waited[2:] == ["to 1"]
+
+
+def test_a_call_is_posted_when_the_one_before_it_is_done_both_ways() -> None:
+    """Calls keep the ranks that send at the same time apart, so a call must not begin while another one sends."""
+    done: list[str] = []
+
+    class Noting(HostExchange):
+        def receive(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            done.append(f"receive {len(message)}")
+            return SimpleNamespace(wait=lambda limit: done.append(f"received {len(message)}"))
+
+        def send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            done.append(f"send {len(message)}")
+            return SimpleNamespace(wait=lambda limit: done.append(f"sent {len(message)}"))
+
+    wire = Wire(None, [0] * 3, timedelta(seconds=10), None, lambda reason: None)
+    ranges = [(0, 1), (1, 3), (3, 6)]
+    calls = (tuple(Call(n, (MessageRange(1, *r),), (MessageRange(2, *r),)) for n, r in enumerate(ranges)),)
+    exchange = Noting(wire, PassLabel(1, 1, 0, "", False, 1), calls)
+    buffers = Buffers.alone([(1, 6), (2, 6)], torch.device("cpu"))
+    exchange.post(0, buffers, buffers)
+    assert exchange.arrived(0) is buffers and wire.sent == [0, 0, 6]
+    assert done == [f"{what} {size}" for size in (1, 2, 3) for what in ("receive", "send", "received", "sent")]
+
+
+def test_the_end_of_a_pass_waits_for_what_was_sent_and_never_asked_for() -> None:
+    waited: list[str] = []
+
+    class Noting(HostExchange):
+        def send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return SimpleNamespace(wait=lambda limit: waited.append(f"to {peer}"))
+
+    wire = Wire(None, [0] * 3, timedelta(seconds=10), None, lambda reason: None)
+    exchange = Noting(wire, PassLabel(1, 1, 0, "", False, 1), ((Call(0, (), (MessageRange(2, 0, 1),)),),))
+    exchange.post(0, *[Buffers.alone([(2, 1)], torch.device("cpu"))] * 2)
+    assert not waited
+    exchange.finish()
+    assert waited == ["to 2"]
 
 
 def on_connect(group: dist.ProcessGroup, plan: Plan) -> tuple[list[tuple[int, int]], int, int]:

@@ -16,6 +16,7 @@ from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
 
 X = torch.ones(5, 2, 8, dtype=torch.bfloat16)
+V = torch.ones(5, 2, 6, dtype=torch.bfloat16)
 ROWS = torch.zeros(5, 2)
 
 
@@ -29,9 +30,11 @@ def test_rows_without_a_key_and_kernels_that_add_start_from_nothing(fresh: bool,
 
     kernel = SimpleNamespace(FRESH=fresh, forward=untouched, backward=untouched)
     types, settings = types_of(X), Settings(0.5)
-    out, lse = local_forward(kernel, None, whole, types, settings, X, X, X, rounded=True)
+    out, lse = local_forward(kernel, None, whole, types, settings, X, X, V, rounded=True)
     back = OutputGradient(X, X, None, torch.float32)
-    dq, dk, dv = local_backward(kernel, None, whole, types, settings, X, X, X, ROWS, back)
+    dq, dk, dv = local_backward(kernel, None, whole, types, settings, X, X, V, ROWS, back)
+    assert out.shape == (5, 2, 6) and lse.shape == (5, 2)
+    assert dq.shape == dk.shape == X.shape and dv.shape == V.shape
     written = fresh and whole
     assert given == [written, written]
     assert out.dtype == dq.dtype == (torch.bfloat16 if written else torch.float32)

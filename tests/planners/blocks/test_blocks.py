@@ -23,7 +23,15 @@ from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
 from flexcp.planners.blocks import compiled_climb, compiled_even, compiled_node
-from flexcp.planners.blocks.blocks import blocks, searched_settings
+from flexcp.planners.blocks.blocks import (
+    FEW_DOCUMENTS,
+    FEW_RANKS,
+    NODE_TOLERANCES,
+    _node_tolerances,
+    _row_limit,
+    blocks,
+    searched_settings,
+)
 from flexcp.planners.blocks.compiled_shared import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
 from flexcp.planners.blocks.pack import BinLimits, make_row_loads, pack, place_node
 from flexcp.planners.request import Request
@@ -320,6 +328,7 @@ def test_looser_settings_move_less() -> None:
         ("2", "takes no degree but team, attention, tokens, as in blocks:team=1.*got 'blocks:2'"),
         ("team=x", "team is a whole number from 1 to 1000.*got 'blocks:team=x'"),
         ("attention=0", "attention is a whole number from 1 to 1000.*got 'blocks:attention=0'"),
+        ("tokens=1001", "tokens is a whole number from 1 to 1000.*got 'blocks:tokens=1001'"),
         ("team=3", r"teams of 3 do not suit 4 KV heads and nodes of 4 ranks; sizes that do: \[1, 4\]"),
     ],
 )
@@ -335,3 +344,34 @@ def test_settings_are_searched_where_nobody_set_limits() -> None:
         blocks(asked(argument))
     for other in (asked(nodes=1), asked(compute_tolerance=0.1), asked(token_tolerance=0.1)):
         assert searched_settings(other) == {}
+
+
+def test_the_smallest_and_the_largest_setting_are_taken() -> None:
+    for argument in ("attention=1", "tokens=1000"):
+        blocks(asked(argument))
+
+
+def test_settings_are_searched_up_to_a_number_of_documents_and_ranks() -> None:
+    """With more of either, each setting would take too long."""
+
+    def found(documents: int, nodes: int) -> dict[str, str]:
+        batch = make_batch([1] * documents, flexcp.causal())
+        return searched_settings(Request(batch, Shape(8, 4, 64, 64), flexcp.cluster("h100", nodes, 4), CostModel()))
+
+    few, more = found(FEW_DOCUMENTS, FEW_RANKS // 4), ["team=4+attention=150+tokens=3", "team=4+attention=20+tokens=10"]
+    assert [*few] == ["team=1+attention=150+tokens=10", "team=1+attention=150+tokens=3", *more]
+    assert found(FEW_DOCUMENTS + 1, 2) == found(1, FEW_RANKS // 4 + 1) == {}
+
+
+def test_nodes_may_be_as_far_from_the_mean_as_their_ranks_unless_teams_share_their_load() -> None:
+    assert _node_tolerances(asked("team=1+attention=150")) == (0.15,)
+    assert _node_tolerances(asked("team=4+attention=150")) == pytest.approx((0.045,))
+    assert _node_tolerances(asked("attention=150")) == NODE_TOLERANCES
+
+
+@pytest.mark.parametrize(("cap", "rows"), [(None, [3030, 1010]), (2990, [2990, 1010]), (2989, [2989, 2989])])
+def test_rows_follow_speeds_as_long_as_all_tokens_have_room_under_the_cap(cap: int | None, rows: list[int]) -> None:
+    where = flexcp.cluster("h100", 1, 2, speeds=[1.5, 0.5])
+    batch = make_batch([4000], flexcp.causal())
+    found = _row_limit(Request(batch, Shape(8, 4, 64, 64), where, CostModel(), max_tokens_per_rank=cap))
+    assert found is not None and found.tolist() == rows

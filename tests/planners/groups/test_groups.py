@@ -48,7 +48,7 @@ from flexcp.planners.groups.groups import (
     searched_settings,
     team_sizes,
 )
-from flexcp.planners.groups.rows import Pieces
+from flexcp.planners.groups.rows import Pieces, _levelled, _zigzag
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -516,3 +516,22 @@ def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> N
     for documents, alone in ((16 // FEW_RANKS, True), (16 // FEW_RANKS - 1, False)):
         request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
         assert (len(searched_settings(request)) == 2) == alone
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 40))
+def test_ranks_of_a_team_fill_up_from_the_emptiest(held: list[int], tokens: int) -> None:
+    """As if each token went to a rank that then has the fewest."""
+    by_hand = list(held)
+    for _ in range(tokens):
+        by_hand[by_hand.index(min(by_hand))] += 1
+    given_to_each = _levelled(np.array(held), tokens)
+    assert given_to_each.min() >= 0 and sorted((np.array(held) + given_to_each).tolist()) == sorted(by_hand)
+
+
+def test_pieces_in_zigzag_pair_rows_from_the_front_with_rows_from_the_back() -> None:
+    """Nine rows in two pieces of five and four, and one document of two rows in pieces of one row."""
+    table = np.array([(0, 1, 0, 0, 5), (1, 1, 0, 5, 9), (0, 1, 1, 0, 1), (1, 1, 1, 1, 2)])
+    first, last = _zigzag(make_batch([9, 2], causal()), Pieces(*table.T))
+    ranges = list(zip(first.tolist(), last.tolist(), strict=True))
+    assert ranges == [(0, 2), (6, 9), (2, 4), (4, 6), (0, 0), (1, 2), (0, 1), (1, 1)]

@@ -199,15 +199,15 @@ def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance:
 
     The load of a node is at most ``tolerance`` above the mean if possible, so that its ranks keep some slack.
     """
-    batch, nodes = request.batch, request.cluster.nodes
+    batch, nodes, size = request.batch, request.cluster.nodes, request.cluster.ranks_per_node
     everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
     if nodes == 1:
         return [everything]
-    load = limits.load.reshape(nodes, -1).sum(axis=1)
+    load = limits.load.reshape(nodes, size).sum(axis=1)
     total, most = loads.total, max(1, int(load.sum()))
     mean = np.array([int(x) * total // most for x in load])
     tight = np.minimum(load, mean + (mean * tolerance).astype(np.int64))
-    rows = limits.rows.reshape(nodes, -1).sum(axis=1)
+    rows = limits.rows.reshape(nodes, size).sum(axis=1)
     if rows[0] < UNLIMITED:
         share = -(-batch.tokens // nodes)
         rows = np.minimum(rows, share + (rows - share) // 2)

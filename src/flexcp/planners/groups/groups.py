@@ -238,10 +238,11 @@ def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pi
         """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of the ranks to deal to."""
         if len(ranks) == size:
             return [items]
+        units = len(ranks) // size
         room = 0 if request.token_cap is None else request.token_cap * size
-        table = deal(items, _pace(ranks.reshape(-1, size).sum(axis=1)), slack, poured, room)
+        table = deal(items, _pace(ranks.reshape(units, size).sum(axis=1)), slack, poured, room)
         table = table[np.argsort(table[:, BIN], kind="stable")]
-        return np.split(table, np.searchsorted(table[:, BIN], np.arange(1, len(ranks) // size)))
+        return np.split(table, np.searchsorted(table[:, BIN], np.arange(1, units)))
 
     items = np.zeros((request.batch.documents, COLUMNS), np.int64)
     items[:, DOC] = np.arange(request.batch.documents)
