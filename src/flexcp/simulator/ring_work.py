@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 class RingSlots(NamedTuple):
-    """The slots in which keys arrive.
+    """The slots in which the keys of a ring arrive.
 
     ``hop[rank, position]`` is the slot of the keys of each other position (-1: none come), ``home[rank]`` the slot of
     what the other members of the rank's own position keep (0: none come).
@@ -59,7 +59,10 @@ def find_slots(
 
 
 def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[Ints, Ints, Ints]:
-    """Return three tables ``[rank, slot]``: pairs and row tiles x query heads, pairs x query heads, kernels."""
+    """Return three tables ``[rank, slot]``: work, (query, key) pairs and kernels.
+
+    Work is pairs and row tiles; it and pairs are multiplied by the query heads of the rank.
+    """
     from flexcp.simulator.compiled_ring_slots import lay_hops  # compiled: only simulations need Numba
 
     leader, member = counts.seats.leader, counts.seats.member
@@ -81,7 +84,10 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
 
 
 def _sum_by_position(values: Ints, seats: Seats) -> Ints:
-    """Return the sums over the ranks of each position, in the row of its leader; other rows are 0."""
+    """Return the sums of rows of ``values`` over the ranks of each position, in the row of its first rank.
+
+    Other rows are 0.
+    """
     found = np.zeros_like(values)
     for member in range(int(seats.members.max())):
         of = np.flatnonzero(seats.member == member)
