@@ -2,12 +2,14 @@
 
 For each mask and direction this writes the table of transfers. Traffic is of one of two kinds:
 
-- *needed* (all planners of flexcp): what a rank's regions read, exact to the token and head, enters each node once
-  (:mod:`flexcp.schedule.routes`), in as many stages as are worth it (:mod:`flexcp.schedule.stages`), chosen separately
-  for forward and backward. Moved queries come first. Gradients of keys return as soon as the work on those keys is
-  done, results for moved queries after all work. Results that a single rank computed completely travel in the model's
-  dtype, others as partial results. Keys travel again in the backward unless a memory budget lets ranks keep them.
-- *static*: the usual traffic of rings, head exchanges and gathers, whether the tokens are needed or not.
+- *needed* (all planners of flexcp): what a rank's regions read, exact to the token and head, travels in as many stages
+  as are worth it (:mod:`flexcp.schedule.stages`), chosen separately for forward and backward. Keys enter each node once
+  where that is faster (:mod:`flexcp.schedule.routes`). Moved queries come first. Gradients of keys return when the work
+  on those keys is done, or later where that is faster, results for moved queries after all work. Results that a single
+  rank computed completely travel in the model's dtype, others as partial results. Keys travel again in the backward
+  unless a memory budget lets ranks keep them.
+- *static* (``traffic.kind`` ``"ring"`` or ``"gather"``): the usual traffic of rings, head exchanges and gathers,
+  whether the tokens are needed or not.
 
 After that, :mod:`flexcp.schedule.execution` chooses how each stage is executed.
 
