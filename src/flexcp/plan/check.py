@@ -188,7 +188,11 @@ class _SymbolicPass:
         self.sides = [self._side(True), self._side(False)]
 
     def _make_atoms(self) -> None:
-        """Cut the tokens into atoms, sorted by owner and kept order; ``edge`` is owner x width + first kept token."""
+        """Cut the tokens into atoms (ranges that nothing in the plan divides), sorted by owner and kept order.
+
+        Kept order is the order of an owner's tokens in the stream. ``edge`` of an atom is owner x width + its first
+        token in that order.
+        """
         placement, t = self.placement, self.pieces
         self.width = placement.stream + 1
         begin = self.plan.batch.starts[self.regions.document[self.region]]
@@ -287,7 +291,7 @@ class _SymbolicPass:
         self._require(stay or not any(held), "held work has results that other ranks wait for")
 
     def _require_cells(self) -> None:
-        """Raise if a transfer names a rank, token or head that does not exist."""
+        """Raise :class:`PlanError` if a transfer names a rank, token or head that does not exist, or has no tokens."""
         t, ranks = self.program.transfers, self.plan.ranks
         for name in ("source", "target", "owner"):
             column = getattr(t, name)
@@ -301,7 +305,7 @@ class _SymbolicPass:
         self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
 
     def _require_whole_relays(self) -> None:
-        """Raise if a rank forwards an input that did not arrive there as exactly this piece."""
+        """Raise :class:`PlanError` if a rank forwards an input that did not arrive there as exactly this piece."""
         for kind in (Kind.Q, Kind.KV):
             rows = self._rows(kind)
             known = {(r[2], *r[3:]) for r in rows}
@@ -310,7 +314,11 @@ class _SymbolicPass:
                 self._require(known_here, f"rank {source} forwards a piece of rank {owner} that never arrived as such")
 
     def _require_known_pieces(self, kind: Kind, arrived_as: Kind) -> None:
-        """Raise if an output passes through a rank that neither received its piece as an input nor keeps it."""
+        """Raise :class:`PlanError` if an output passes through a rank that has no such piece.
+
+        ``kind`` is the kind of the output. A rank has a piece if it received it as an input of kind ``arrived_as`` or
+        keeps its tokens.
+        """
         known = {(r[2], *r[3:]) for r in self._rows(arrived_as)}
         for _, source, target, owner, *piece in self._rows(kind):
             for rank in (source, target):
@@ -319,7 +327,10 @@ class _SymbolicPass:
                 self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
     def _require_kept_keys(self, backward: bool) -> None:
-        """Raise if keys are kept for a forward, travel although they are kept, or would have to be assembled first."""
+        """Raise :class:`PlanError` if a program keeps keys wrongly.
+
+        Keys must not be kept for a forward, travel although they are kept, or have to be assembled first.
+        """
         if self.program.keys_kept:
             self._require(backward, "a forward has no keys that were kept")
             self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
@@ -331,7 +342,10 @@ class _SymbolicPass:
         return [tuple(r) for r in t.take(t.kind == kind).matrix()[[0, 1, 2, 4, 5, 6, 7, 8]].T.tolist()]
 
     def _receive(self, kinds: list[Kind]) -> None:
-        """Let the inputs arrive, stage by stage; raise if one is forwarded too early or received twice."""
+        """Let the inputs arrive, stage by stage.
+
+        Raise :class:`PlanError` if one is forwarded too early or received twice.
+        """
         for kind in kinds:
             side = self.sides[0 if kind in QUERY_SIDED else 1]
             rows = sorted(self._rows(kind))

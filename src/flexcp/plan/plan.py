@@ -101,7 +101,7 @@ class Plan:
         return digest(self.header(), self.tables())
 
     def header(self) -> dict[str, Any]:
-        """Return the parts of the plan that are not tables, as plain JSON values."""
+        """Return what the hash covers besides tables, as plain JSON values."""
         return header(self)
 
     def tables(self) -> list[Table]:
@@ -199,7 +199,10 @@ class Plan:
         return plan_memory(self, rank, kernel)
 
     def explain(self) -> str:
-        """Return one line on the strategy: what ``auto`` chose and by how much (simulated), or the planner's note."""
+        """Return one line on the strategy: what ``auto`` chose and by how much (simulated), or the planner's note.
+
+        Without a note it says that the strategy was asked for.
+        """
         from flexcp.plan.text import explanation
 
         return explanation(self)

@@ -9,8 +9,8 @@ port has chunks, which is the minimum. A *call* is a few consecutive rounds that
 A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. The *efficiency*
 of an exchange is the sum over rounds of the largest chunk, divided by the bytes of the busiest port: 1.0 if that port
 never waits, more if it does. Smaller chunks waste less time but start more messages. By default, messages stay whole,
-and the chunk size is halved only while the efficiency is above ``WORTH_PERMILLE`` and a chunk takes longer than its
-start-up.
+and the chunk size is halved only while the efficiency is above ``WORTH_PERMILLE``, a chunk takes longer than its
+start-up, and the largest message has at most ``MOST_CHUNKS`` chunks.
 
 All of this is integer arithmetic on the plan, so every rank finds the same rounds.
 """

@@ -33,7 +33,10 @@ def one_line(plan: Plan) -> str:
 
 
 def explanation(plan: Plan) -> str:
-    """Return one line about the strategy: what ``auto`` chose, over what and by how much, or the planner's note."""
+    """Return one line about the strategy: what ``auto`` chose, over what and by how much, or the planner's note.
+
+    Without a note it says that the strategy was asked for.
+    """
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
     if plan.requested == "auto":
