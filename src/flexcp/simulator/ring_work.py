@@ -1,11 +1,11 @@
-"""Ring work: the work of every slot of a ring, from the pairs between its positions.
+"""Ring work: the work of every slot of a ring, from the (query, key) pairs between its positions.
 
 :mod:`flexcp.simulator.ring_counts` counts the pairs once for both directions; the transfers say in which slot the keys
 of a position arrive. The result is the same as that of :mod:`flexcp.simulator.slot_work`, which cuts every region along
 what arrives.
 
 Whether a plan is a ring is decided by its tables, not by the name of its strategy. For transfers that are not those of
-a ring, the functions here return None.
+a ring, :func:`find_slots` returns None.
 """
 
 from __future__ import annotations
