@@ -3,8 +3,8 @@
 Ranks exchange messages in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so
 shared links are measured while they are shared. Inside a node every rank meets every other rank, in rounds like those
 of a tournament. Across nodes a rank meets the ranks with its own place in other nodes. At most :data:`MOST_ROUNDS`
-rounds are run, enough for every rank to take part. Messages grow until one takes :data:`LONG_NS`. The time of a pair is
-that of its slower end in the fastest repeat.
+rounds are run, enough for every rank to take part. Messages grow until one takes :data:`LONG_NS`, but at least
+:data:`ALWAYS` sizes are measured. The time of a pair is that of its slower end in the fastest repeat.
 
 The usual speed of a level is the median over ranks of each rank's fastest link. (A median over links would be wrong:
 with few hosts, one slow host makes most links slow.) A link is too slow below half of the usual speed, or below half of
