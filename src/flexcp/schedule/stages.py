@@ -155,8 +155,8 @@ def choose_stages(
     """Return each rank's number of stages of equal size, and their predicted time; ``work`` is in nanoseconds.
 
     ``times`` are those of the pass, and ``peers`` the ranks that exchange messages. If the placement wishes for
-    divisions, these give the number of stages. In a backward whose keys are kept, ``kept`` are the stages of the
-    forward, and their number is used again.
+    divisions, these give the number of stages, and if it assembles its own tokens (``assemble_own``), there is one. In
+    a backward whose keys are kept, ``kept`` are the stages of the forward, and their number is used again.
     """
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)

@@ -49,8 +49,9 @@ NO_GAIN_PERMILLE = 1005
 
 
 def well_hidden(stages: Stages, work: Work, rest_of_layer: Ints) -> bool:
-    """Return whether no other stages can be clearly faster, because the slowest rank hardly waits.
+    """Return whether no other stages can be clearly faster than these.
 
+    That is so if the slowest rank takes hardly longer than the busiest one computes. ``work`` is in nanoseconds, and
     ``rest_of_layer`` is how many nanoseconds each rank computes before its attention begins.
     """
     return stages.contended_ns * 1000 <= int((rest_of_layer + work.own + work.rest).max()) * NO_GAIN_PERMILLE

@@ -46,8 +46,8 @@ class Pairs(NamedTuple):
     """The (query, key) pairs of each region, of one query head: ``all`` of them, and the ``own`` ones.
 
     Own pairs are those whose row (query) and key are both at home: kept at the ring position of the region's rank;
-    without rings, kept by that rank. ``hops`` is in how many hops or stages the other keys arrive (0 if all are at
-    home). ``at_keys``, if counted, are the pairs whose key is at home but whose row is not.
+    without rings, kept by that rank. ``hops`` is in how many hops of a ring the other keys arrive: 0 if all are at
+    home, and at most 1 without rings. ``at_keys``, if counted, are the pairs whose key is at home but whose row is not.
     """
 
     all: Ints
