@@ -19,8 +19,8 @@ class Experts:
 
     ``count``, ``width`` and ``per_token`` are the fields for the number of experts of a layer, their width, and how
     many a token uses. ``shared_count`` and ``shared_width`` are those for experts that all tokens use: how many, or
-    their width in all. ``dense_first`` is how many of the first layers have no experts if the file does not say it;
-    None if no field says it either.
+    their width in all. ``dense_first`` is how many of the first layers have no experts if the file does not say it in
+    ``first_k_dense_replace``; with None that field is not read.
     """
 
     count: tuple[str, ...] = ("num_experts",)
