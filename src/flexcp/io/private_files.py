@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 class NotOwnError(OSError):
-    """A folder or file that another user could have written; the message says why and what to do."""
+    """Raised for a folder or file that another user could have written; the message says why and what to do."""
 
 
 def read_own(folder: Path, name: str) -> bytes:
