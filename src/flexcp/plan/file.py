@@ -86,7 +86,7 @@ BROKEN = (
 
 
 class PlanFormatError(ValueError):
-    """Bytes that are no plan, or a plan that this version of flexcp cannot read."""
+    """Raised for bytes that are no plan, or a plan that this version of flexcp cannot read."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ class PlanFormatError(ValueError):
 def save_plan(plan: Plan) -> bytes:
     """Return the plan as bytes, from which :func:`load_plan` makes an equal plan.
 
-    Raise ValueError if the plan has other ranks than its cluster or too many, or a mask with too many slices for a
-    file.
+    Raise ValueError if its number of ranks is not that of its cluster or is above 16,384, or if a mask has too many
+    slices for a file.
     """
     if plan.ranks != plan.cluster.ranks or plan.ranks > MAX_RANKS:
         raise ValueError(
