@@ -1,3 +1,1 @@
-"""Comparisons of strategies by simulated time, advice on whether to change strategy,
-and the forms of latent attention.
-"""
+"""Comparisons of strategies by simulated time, advice on changing the strategy, and the forms of latent attention."""

@@ -47,15 +47,17 @@ from flexcp.simulator.step_parts import Sync, Training
 from flexcp.simulator.training import StepTime
 
 MOST_PASSES = 3
+"""The most passes that are simulated."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the user trains, on which cluster, and how many tokens fit. With ``mask=None`` layers have the model's own
-    masks.
+    """What the user trains, on which cluster, and how many tokens fit.
 
-    ``cluster`` and ``preset`` describe what context parallelism sees after tensor parallelism (``tp``) and others have
-    divided machine and model; ``divided`` tells in words how they were divided.
+    With ``mask=None`` layers have the model's own masks. ``cluster`` and ``preset`` describe what context parallelism
+    sees after tensor parallelism (``tp``) and others have divided machine and model; ``divided`` tells in words how
+    they were divided. ``today`` is the method that the user has now (None: the best static one is assumed). ``sync``
+    and ``overlap_permille`` are those of :class:`flexcp.simulator.step_parts.Training`.
     """
 
     preset: Preset
@@ -78,7 +80,7 @@ class Question:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of one pass, fewer than the ranks could keep, so that ranks may keep different counts."""
+        """Tokens of one pass on all ranks: fewer than the ranks could keep, so that they may keep different counts."""
         return batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
 
     @property
@@ -105,15 +107,17 @@ class Answer:
         return sum(step.total_ns for step in self.steps)
 
     def share(self, part: str) -> float:
-        """Return the slowest ranks' ``attention``, ``wait``, ``linear`` or ``sync`` time
-        as a share of the whole time.
+        """Return a part of the slowest ranks' time as a share of the whole time (0 to 1).
+
+        ``part`` is ``attention``, ``wait``, ``linear`` or ``sync``.
         """
         return float(sum(getattr(step, f"{part}_ns") for step in self.steps) / max(self.total_ns, 1))
 
     @property
     def uneven(self) -> float:
-        """Compute of the slowest ranks (attention and other layers) beyond the mean of all ranks,
-        as a share of the whole time.
+        """Compute of the slowest ranks beyond the mean of all ranks, as a share of the whole time (below 0 if less).
+
+        Compute is attention and other layers.
         """
         beyond = (
             step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
@@ -140,11 +144,14 @@ class Answer:
 class Advice:
     """All answers for a user's documents.
 
-    ``passes`` is the number of passes that the data makes, of which ``len(static.steps)`` were simulated.
-    ``longest_in`` counts the passes with a document of the greatest length, first among the simulated passes, then
-    among all. ``by_load`` is *static by load* and ``in_layout`` *static in that layout*; either is None if no method
-    fits. ``left_out`` tells in words which documents at the end are in no pass; it is empty if every document is in a
-    pass. ``memory`` is what attention needs on the worst rank over an epoch with the advised answer.
+    ``static``, ``swap`` and ``free`` are the ways to run that are compared: a static method, flexcp's attention with
+    tokens in contiguous parts (None if it does not fit), and flexcp with its loader. ``by_load`` is a static method
+    that deals documents by load and ``in_layout`` one with tokens in contiguous parts; either is None if no method
+    fits. ``passes`` is the number of passes that the data makes, of which ``len(static.steps)`` were simulated, and
+    ``bound_ns`` the time of these if all compute were divided perfectly. ``longest_in`` counts the passes with a
+    document of the greatest length, first among the simulated passes, then among all. ``left_out`` tells in words which
+    documents at the end are in no pass; it is empty if every document is in a pass. ``memory`` is what attention needs
+    on the worst rank over an epoch with the advised answer.
     """
 
     question: Question
@@ -166,7 +173,7 @@ class Advice:
         return self.question.cost.error_permille / 1000
 
     def gain(self, answer: Answer) -> float:
-        """Return how many times as fast as *static* an answer is."""
+        """Return how many times as fast as ``static`` an answer is."""
         return self.static.total_ns / answer.total_ns
 
     @property
@@ -190,8 +197,8 @@ class Advice:
     def verdict(self) -> str:
         """What to use: ``free``, ``swap`` or ``static``.
 
-        A change is recommended only if its gain exceeds the margin, and the loader (``free``) only if it is faster than
-        a swap by more than the margin.
+        A change is recommended only if its gain exceeds the margin. If that of a swap does, the loader (``free``) is
+        recommended only if it is faster than the swap by more than the margin.
         """
         swap, free = self.swap, self.free
         if swap is not None and self.sure(swap) and swap.total_ns <= free.total_ns * (1 + self.margin):
@@ -207,7 +214,10 @@ class Advice:
 
     @property
     def pays(self) -> str:
-        """Sentence that tells whether the swap, the loader, both or neither gain more than the cost model's error."""
+        """Sentence that tells whether the swap, the loader, both or neither gain more than the cost model's error.
+
+        If the swap does not fit, the sentence says so, and gives the loader's gain.
+        """
         swap, free = self.swap, self.free
         loader = f"the loader ({self.gain(free):.2f} times the speed of {self.static.name})"
         if swap is None:
@@ -223,8 +233,10 @@ class Advice:
 
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:
-    """Simulate some passes of the data with every kind of answer and return the advice;
-    ``tell`` receives progress messages.
+    """Simulate some passes of the data with every kind of answer and return the advice.
+
+    ``lengths`` are those of the documents, and ``tell`` receives progress messages. Raise ValueError if a document is
+    too long, or if no static method or no strategy fits.
     """
     refuse_too_long(question, lengths)
     passes = deal(lengths, question)
@@ -287,13 +299,13 @@ def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
 
 
 def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
-    """Deal documents into passes in the order they come and return the lengths in each pass."""
+    """Deal documents into passes in the order they come; return the lengths of the documents in each pass."""
     most = min(question.most_tokens, -(-question.tokens_per_step // question.micro_batches))
     return cut_batches(lengths, most)
 
 
 def fastest(answers: Sequence[Answer]) -> Answer | None:
-    """Return the fastest answer, or the first of nearly equal ones; None if there is no answer."""
+    """Return the fastest answer, or the first of those that are nearly as fast; None if there is no answer."""
     if not answers:
         return None
     name = first_of_fastest({answer.name: answer.total_ns for answer in answers})
@@ -303,8 +315,9 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
 def answers_of(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
-    """Return an answer for each strategy that accepts all requests; a static strategy has the degree that is best for
-    all of them together.
+    """Return an answer for each strategy of ``names`` that accepts all requests.
+
+    A static strategy has the degree that is best for all of them together.
     """
     rows = compare_batches(requests, names, question.rules, tell)
     return [_answer(name, found) for name, found in rows.items()]

@@ -43,19 +43,24 @@ STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
 """The strategies that are compared by default."""
 NEAR_PERCENT = 15
-"""Percent by which the closed form may err:
-degrees of a static method whose predicted times are this close are simulated.
+"""Percent by which the closed form may err.
+
+Degrees of a static method whose predicted times are so close to the least are simulated.
 """
 MOST_SIMULATED = 3
+"""The most degrees of a static method that are simulated."""
 Compute = Callable[[Plan, int, bool], Ints]
+"""``compute(plan, mask, backward)`` returns the nanoseconds ``[rank, slot]`` of kernels."""
 ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
 """A model in which a token costs no time besides attention."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One strategy (its name includes its degree) with its simulated plan,
-    or with the reason why it refused the request.
+    """One strategy with its simulated plan, or with the reason why it refused the request.
+
+    ``name`` includes the degree: over how many ranks a static strategy divides a document. ``planning_ms`` is the time
+    of planning in milliseconds.
     """
 
     name: str
@@ -70,7 +75,7 @@ class Row:
 
     @property
     def by_load(self) -> bool:
-        """Whether this is a static method that deals documents by load."""
+        """Whether this is a static method that deals documents to groups by load instead of tokens."""
         return deals_by_load(self.name)
 
     @property
@@ -82,21 +87,22 @@ class Row:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes moved in one layer, forward and backward: the mean over all layers."""
+        """Bytes that all ranks move in one layer, forward and backward together: the mean over all layers."""
         assert self.simulation is not None
         return bytes_a_layer(self.simulation.plan)
 
     @property
     def work_imbalance(self) -> float:
-        """Attention work (pairs in all layers) of the busiest rank over the mean of all ranks."""
+        """Attention work ((query, key) pairs in all layers) of the busiest rank over the mean of all ranks."""
         assert self.simulation is not None
         return imbalance(self.simulation.plan.work_of_layers())
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The rows of a comparison with their request; ``baselines`` are rows of further static methods,
-    used only as baselines.
+    """The rows of a comparison with their request.
+
+    ``baselines`` are rows of further static methods, which serve only as baselines of speed-ups.
     """
 
     request: Request
@@ -110,12 +116,12 @@ class Comparison:
 
     @property
     def best_static(self) -> Row | None:
-        """The fastest static method of the batch that deals documents by tokens."""
+        """The fastest static method of the batch that deals documents by tokens; None if none has a time."""
         return next((row for row in _by_time(self.rows + self.baselines) if row.is_static and not row.by_load), None)
 
     @property
     def best_static_by_load(self) -> Row | None:
-        """The fastest static method of the batch that deals documents by load."""
+        """The fastest static method of the batch that deals documents by load; None if none has a time."""
         return next((row for row in _by_time(self.rows + self.baselines) if row.by_load), None)
 
     @property
@@ -131,13 +137,16 @@ class Comparison:
         return _by_time((*self.rows, *self.added))
 
     def speed_up(self, row: Row, by_load: bool = False) -> float | None:
-        """Return the time of the best static method (dealt by tokens, or by load) over the time of ``row``."""
+        """Return the time of the best static method over the time of ``row``; None if there is no such method.
+
+        The static method deals documents by tokens, or with ``by_load`` by load.
+        """
         best = self.best_static_by_load if by_load else self.best_static
         return None if best is None else best.ns / row.ns
 
     @property
     def predict_error(self) -> float:
-        """The largest relative difference between closed form and simulation among the shown rows."""
+        """The largest relative difference between closed form and simulation among the shown rows, as a fraction."""
         return max((abs(_predicted_ns(row) / row.ns - 1) for row in self.shown), default=0.0)
 
 
@@ -152,9 +161,10 @@ def compare(
 ) -> Comparison:
     """Plan and simulate every strategy of ``names``; ``on_row`` is called with each name before its turn.
 
-    ``compute(plan, mask, backward)`` returns kernel times ``[rank, slot]`` that replace the cost model's. Without
-    ``search``, a static strategy named without a degree is divided over all ranks instead of taking its best degree.
-    ``baselines`` are further static strategies that speed-ups may be relative to, even if they are not in ``names``.
+    ``compute(plan, mask, backward)`` returns kernel times ``[rank, slot]`` in nanoseconds that replace the cost
+    model's. Without ``search``, a static strategy named without a degree is divided over all ranks instead of taking
+    its best degree. ``baselines`` are further static strategies that speed-ups may be relative to, even if they are not
+    in ``names``.
     """
     request = _asked(request)
 
@@ -175,8 +185,10 @@ def compare_batches(
     rules: Rules = Rules(),  # noqa: B008 - immutable
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Row]]:
-    """Return, for every strategy that accepts all requests, one row per request. A static strategy named without a
-    degree has the one degree that is best for all requests together.
+    """Return, for every strategy that accepts all requests, one row per request.
+
+    Keys are the names of strategies. A static strategy named without a degree has the one degree that is best for all
+    requests together; its name then includes it. ``tell`` receives progress messages.
     """
     tell(f"choosing degrees for {len(requests)} passes")
     asked = [_asked(request) for request in requests]
@@ -221,14 +233,16 @@ def common_degree(requests: Sequence[Request], name: str) -> str | None:
 
 
 def attention_only(request: Request) -> Request:
-    """Return the same request with a cost model in which only attention takes time,
-    and with equal tokens on all ranks.
+    """Return the request of attention alone: only attention takes time, and all ranks keep equally many tokens.
+
+    If the request has a layout, tokens stay where it puts them.
     """
     free = request.layout is None
     return replace(request, cost=without_linear(request.cost), equal_tokens=free, training=None)
 
 
 def _asked(request: Request) -> Request:
+    """Return the request as it is compared: of attention alone, if it describes no training step."""
     return attention_only(request) if request.training is None else request
 
 
@@ -238,8 +252,9 @@ def without_linear(cost: CostModel) -> CostModel:
 
 
 def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan]:
-    """Plan a strategy and return its name with its degree, and the plan;
-    raises :class:`Refused` if the strategy refuses.
+    """Plan a strategy; return (its name with its degree, the plan), or raise :class:`Refused` if the strategy refuses.
+
+    With ``search``, a static strategy named without a degree gets its best one; otherwise it is divided over all ranks.
     """
     if name == "auto":  # auto_plan has scheduled the plan already, to simulate it
         return name, auto_plan(request)
@@ -256,6 +271,7 @@ def _step_ns(request: Request, placement: Placement, name: str) -> int:
 
 
 def _row(request: Request, name: str, rules: Rules, compute: Compute | None, search: bool) -> Row:
+    """Plan and simulate the strategy ``name`` and return its row; the arguments are those of :func:`compare`."""
     try:
         begin = time.perf_counter()
         name, plan = planned(request, name, search)
@@ -268,10 +284,15 @@ def _row(request: Request, name: str, rules: Rules, compute: Compute | None, sea
 
 
 def _by_time(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that have a time, the fastest first."""
     return sorted((row for row in rows if row.simulation is not None), key=lambda row: row.ns)
 
 
 def _placed(request: Request, name: str) -> tuple[str, Placement]:
+    """Return (name with its degree, placement) of a strategy, of the best degree if the name has none.
+
+    Raise :class:`Refused` if no degree suits the request.
+    """
     if not _is_searched(name):
         return name, _place(request, name)
     refusals: list[str] = []
@@ -289,14 +310,17 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
 
 
 def _near(priced: list[tuple[int, str]]) -> list[str]:
-    """Return the cheapest degrees whose price by the closed form is near the least, at most MOST_SIMULATED of them."""
+    """Return the names of the cheapest degrees from (nanoseconds by the closed form, name), at most MOST_SIMULATED.
+
+    The time of all of them is within ``NEAR_PERCENT`` of the least.
+    """
     ordered = sorted(priced, key=lambda found: found[0])
     most = ordered[0][0] * (100 + NEAR_PERCENT) // 100
     return [name for ns, name in ordered[:MOST_SIMULATED] if ns <= most]
 
 
 def _is_searched(name: str) -> bool:
-    """Return whether a name stands for several degrees."""
+    """Return whether a name stands for several degrees: a static strategy without a degree, except ``dp``."""
     return name.removesuffix(BY_LOAD) in STATIC and method_of(name) != "dp"
 
 
@@ -306,8 +330,9 @@ def _place(request: Request, name: str) -> Placement:
 
 
 def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> Iterator[tuple[int, str, Placement]]:
-    """Yield (predicted time, name, placement) for every degree that can run;
-    append the reasons of others to ``refusals``.
+    """Yield (predicted nanoseconds, name, placement) for every degree of a static strategy that can run.
+
+    The reasons of degrees that refuse the request are appended to ``refusals``.
     """
     dealing = BY_LOAD if deals_by_load(name) else ""
     for method in static_methods(request):
@@ -323,6 +348,7 @@ def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> 
 
 
 def _predicted_ns(row: Row) -> int:
+    """Return the nanoseconds of the closed form for what :attr:`Row.ns` simulates."""
     assert row.prediction is not None and row.simulation is not None
     if row.simulation.step is None:
         return int((row.prediction.attention_ns + row.prediction.exposed_ns).max())

@@ -18,15 +18,16 @@ from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused, Request
 
 MOST_PASSES = 24
+"""The most passes of an epoch that are planned."""
 
 
 @dataclass(frozen=True)
 class EpochMemory:
-    """The rank that needs most memory for attention in any planned pass: its bytes
-    (:attr:`flexcp.plan.memory.Memory.total`), and which rank in which pass, counted from 0.
+    """The rank that needs most memory for attention in any planned pass of an epoch.
 
-    ``planned`` of the epoch's ``passes`` were planned. The strategy refused ``refused`` of them, the first for the
-    reason ``why``. ``most_tokens`` are those of the fullest rank in any of the others.
+    ``bytes`` is its :attr:`flexcp.plan.memory.Memory.total`, ``rank`` which rank it is, and ``pass_number`` in which
+    pass, counted from 0. ``planned`` of the epoch's ``passes`` were planned. The strategy refused ``refused`` of them,
+    the first for the reason ``why``. ``most_tokens`` are those of the fullest rank in any of the others.
     """
 
     strategy: str
@@ -40,7 +41,7 @@ class EpochMemory:
     why: str = ""
 
     def words(self) -> str:
-        """Return the numbers in sentences."""
+        """Return the numbers in sentences for a user."""
         where = f"rank {self.rank}" + (f" in pass {self.pass_number}" if self.passes > 1 else "")
         epoch = f"an epoch of {self.passes:,} passes" if self.passes > 1 else "an epoch of one pass"
         seen = (
@@ -57,7 +58,10 @@ class EpochMemory:
 
 
 def passes_to_plan(longest: Sequence[int]) -> list[int]:
-    """Return which passes to plan, in ascending order; ``longest`` has the length of each pass's longest document."""
+    """Return the numbers of the passes to plan; ``longest`` has the length of each pass's longest document.
+
+    They are ascending: all passes, or those with the longest documents and some others.
+    """
     if len(longest) <= MOST_PASSES:
         return list(range(len(longest)))
     half = MOST_PASSES // 2
@@ -75,8 +79,8 @@ def epoch_memory(
 ) -> EpochMemory:
     """Plan passes of an epoch with ``strategy``, which messages call ``name``, and return the rank that needs most.
 
-    ``longest`` has the length of each pass's longest document, ``request_of(number)`` returns the request of a pass.
-    Raises :class:`Refused` if the strategy refuses every pass.
+    ``longest`` has the length of each pass's longest document, ``request_of(number)`` returns the request of a pass,
+    and ``tell`` receives progress messages. Raise :class:`Refused` if the strategy refuses every pass that was planned.
     """
     numbers = passes_to_plan(longest)
     worst, tokens, refusals = (-1, 0, 0), 0, list[str]()

@@ -58,7 +58,10 @@ class LatentForms:
     dtype: str = "bfloat16"
 
     def shape(self, form: str) -> Shape:
-        """Return the attention shape that plans of this form are made for."""
+        """Return the attention shape that plans of this form (one of :data:`FORMS`) are made for.
+
+        Raise ValueError for another form.
+        """
         wide = self.nope + self.rope
         if form == "expanded":
             return Shape(self.heads, self.heads, wide, self.value, self.dtype)
@@ -79,8 +82,9 @@ class LatentForms:
         return Planner(s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options)
 
     def step_ns(self, form: str, plan: Plan) -> int:
-        """Return the predicted nanoseconds of the slowest rank for one step,
-        including the expansion of received latents.
+        """Return the predicted nanoseconds of the slowest rank for one step of a plan that was made for this form.
+
+        The expansion of received latents is included.
         """
         cluster, cost = plan.cluster, plan.cost
         found = predict(plan.placement, plan.shape, cluster, cost)
@@ -95,6 +99,7 @@ class LatentForms:
         """Return the FLOPs of each rank in one layer, forward and backward, beyond expanding its own tokens once.
 
         Only ``latent`` has any: a rank expands the latents it receives, and its own latents again in the backward.
+        Received latents are those of the plan's first mask.
         """
         if form != "latent":
             return np.zeros(plan.ranks, np.int64)
@@ -107,6 +112,9 @@ class LatentForms:
     def fastest(
         self, lengths: Sequence[int], cluster: Cluster, mask: MaskLike | None = None, **options: Any
     ) -> tuple[str, dict[str, int]]:
-        """Return the form with the least predicted step time for a batch, and the nanoseconds of all forms."""
+        """Return the form with the least predicted step time for a batch, and the nanoseconds of all forms by name.
+
+        ``options`` go to :class:`flexcp.Planner`.
+        """
         times = {f: self.step_ns(f, self.planner(f, cluster, **options)(lengths, mask)) for f in FORMS}
         return min(FORMS, key=lambda f: times[f]), times

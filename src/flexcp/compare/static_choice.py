@@ -2,8 +2,8 @@
 
 The best static method *of a batch* differs from batch to batch, but a training run can use only one. It is chosen once:
 documents are cut into batches in the order they come, and some batches spread over the data are taken. Every static
-method gets the one degree that is best for these batches by the closed form, and is simulated on each. The method with
-the least total time is chosen.
+method gets the one degree that is best for these batches (by the closed form, and by simulation among degrees that are
+nearly as good), and is simulated on each. The method with the least total time is chosen.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from flexcp.simulator.passes import Rules
 from flexcp.simulator.step_parts import layers_alone
 
 BATCHES = 4
+"""How many batches are simulated by default."""
 DEALINGS = {"tokens": STATIC, "load": STATIC_BY_LOAD}
 """The static methods, by the way they deal documents to groups."""
 
 
 @dataclass(frozen=True)
 class StaticChoice:
-    """The fastest static method over some batches, with the simulated total times of all methods that could run."""
+    """The fastest static method over some batches.
+
+    ``strategy`` is its name with its degree, ``dealing`` how documents go to its groups, ``batches`` how many were
+    simulated, and ``times_ns`` the simulated total nanoseconds of all methods that could run.
+    """
 
     strategy: str
     dealing: str
@@ -51,15 +56,15 @@ def choose_static(
     batches: int = BATCHES,
     **planner: Any,
 ) -> StaticChoice:
-    """Choose the best single static method and degree for a run over documents of these lengths:
-    the right baseline for speed-ups of a run.
+    """Choose the best single static method and degree for a run, as a baseline for its speed-ups.
 
     ``lengths`` are the document lengths of a data set in order. They are cut into batches that leave ranks some room,
     and ``batches`` of them, spread over the data, are simulated: all layers forward and backward, or the step that
     ``training=`` describes. A last batch that is less than half full is left out. ``dealing`` is how documents go to
     the groups of a method: by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or by ``"load"`` as in
     WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``, ``head_dim``, ``cluster``,
-    ``model``, and so on.
+    ``model``, and so on. Raise ValueError if a document is longer than all ranks together keep, or no static method
+    fits.
 
     >>> from flexcp.clusters import cluster
     >>> choose_static([4096] * 64, max_tokens_per_rank=8192, heads=8, kv_heads=2, cluster=cluster("h100:1x4")).strategy
@@ -92,7 +97,11 @@ def fixed_static(
     dealing: str = "tokens",
     rules: Rules = Rules(),  # noqa: B008 - immutable
 ) -> StaticChoice:
-    """Return the static method, with one degree, that has the least simulated time over all requests."""
+    """Return the static method, with one degree, that has the least simulated time over all requests.
+
+    ``dealing`` is how documents go to its groups, ``"tokens"`` or ``"load"``. Raise ValueError if no static method
+    accepts all requests.
+    """
     if dealing not in DEALINGS:
         raise ValueError(f"dealing is how documents go to groups, {' or '.join(map(repr, DEALINGS))}; got {dealing!r}")
     rows = compare_batches(requests, DEALINGS[dealing], rules)
@@ -106,7 +115,7 @@ def fixed_static(
 
 
 def first_of_fastest(times_ns: Mapping[str, int]) -> str:
-    """Return the name with the least time, or the first of names whose times differ by less than a thousandth."""
+    """Return the name with the least time, or an earlier one that takes no more than a thousandth longer."""
     best = next(iter(times_ns))
     for name, ns in times_ns.items():
         if ns * 1000 < times_ns[best] * 999:
@@ -115,6 +124,6 @@ def first_of_fastest(times_ns: Mapping[str, int]) -> str:
 
 
 def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
-    """Return at most ``number`` passes, evenly spread over all."""
+    """Return at most ``number`` of the passes (lists of documents), evenly spread over all."""
     take = min(number, len(passes))
     return [passes[i * len(passes) // take] for i in range(take)]

@@ -1,8 +1,7 @@
-"""Advice on trees: what they save compared with the same sequences as separate documents,
-in tokens, attention and simulated time.
+"""Advice on trees: what they save in tokens, attention and simulated time.
 
-Both forms are dealt into passes of the same size and planned by ``auto``. Some passes of each are simulated, and their
-time is scaled by tokens to all of the data.
+They are compared with the same sequences as separate documents. Both forms are dealt into passes of the same size and
+planned by ``auto``. Some passes of each are simulated, and their time is scaled by tokens to all of the data.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from flexcp.planners.request import Request
 class Side:
     """The data in one form, as trees or as separate sequences.
 
-    ``pairs`` are the (query, key) pairs of a causal layer; ``total_ns`` is the simulated time of all passes;
-    ``strategy`` names what ``auto`` chose; ``max_rank_memory_bytes`` is what attention needs on the worst rank in any
-    of the passes that were planned for it (:mod:`flexcp.compare.epoch_memory`).
+    ``pairs`` are the (query, key) pairs of a causal layer, of one head; ``passes`` is how many passes the data makes,
+    and ``total_ns`` their simulated time; ``strategy`` names what ``auto`` chose; ``max_rank_memory_bytes`` is what
+    attention needs on the worst rank in any of the passes that were planned for it
+    (:mod:`flexcp.compare.epoch_memory`).
     """
 
     documents: int
@@ -56,7 +56,7 @@ class TreeAdvice:
 
     @property
     def gain(self) -> float:
-        """Simulated speed of the trees over that of separate sequences."""
+        """How many times as fast as separate sequences the trees are, simulated."""
         return self.separate.total_ns / self.trees.total_ns
 
     def words(self) -> list[str]:
@@ -77,7 +77,8 @@ class TreeAdvice:
 def read_trees(path: Path) -> list[Mask] | None:
     """Read trees from a file of JSON lines with ``parents``, ``lengths`` and optionally ``ends``.
 
-    Returns None if the file is not of that kind, judged by its suffix and first line.
+    The three are arguments of :func:`flexcp.tree`. Return None if the file is not of that kind, judged by its suffix
+    and first line. Raise ValueError for a line that is no tree.
     """
     if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
         return None
@@ -98,7 +99,10 @@ def read_trees(path: Path) -> list[Mask] | None:
 
 
 def advise_trees(question: Question, trees: Sequence[Mask], tell: Callable[[str], None] = lambda _: None) -> TreeAdvice:
-    """Simulate the trees and the same sequences as separate documents."""
+    """Simulate the trees and the same sequences as separate documents; ``tell`` receives progress messages.
+
+    Raise ValueError if no strategy fits one of the two.
+    """
     sequences = []
     for mask in trees:
         found = tree_under(mask, mask.length or 0)
@@ -135,7 +139,10 @@ def _side(question: Question, documents: Sequence[Mask | int], tell: Callable[[s
 
 
 def _in_layer(rules: Sequence[Mask], layer: Mask) -> list[Mask]:
-    """Return the documents' masks in a layer whose own mask is causal or a window."""
+    """Return the documents' masks in a layer whose own mask is causal or a window; raise ValueError for another.
+
+    Trees are restricted to the layer's window.
+    """
     left = window_of(layer)
     if left is None and layer != causal():
         raise ValueError(f"trees have causal masks and windows, and the mask {layer} is neither; leave --mask out")

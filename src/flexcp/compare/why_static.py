@@ -12,7 +12,7 @@ from __future__ import annotations
 from flexcp.compare.advice import Advice, Answer
 
 SMALL_SHARE = 0.05
-"""If attention takes less than this share of the step, there is nothing to gain."""
+"""If attention takes less than this share of the step (0 to 1), there is nothing to gain."""
 
 WAY_OUT = {
     "uneven": (
@@ -22,11 +22,11 @@ WAY_OUT = {
     "sync": "more tokens a pass would hide more of the gradient sync",
     "overhead": "no plan that was looked at takes that away",
 }
-"""Remedies, by the largest part of a plan's lost time."""
+"""Remedies in words, by the largest part of a plan's lost time."""
 
 
 def why_static(advice: Advice) -> str:
-    """Return why no gain exceeds the cost model's error, as a clause to be read after "because"."""
+    """Return why no plan gains more than the cost model's error, as a clause to be read after "because"."""
     static, bound = advice.static, max(advice.bound_ns, 1)
     if advice.question.cluster.ranks == 1:
         return "there is one rank, so nothing has to be divided"
@@ -60,10 +60,11 @@ def why_static(advice: Advice) -> str:
 
 
 def losses(answer: Answer, bound_ns: int) -> dict[str, float]:
-    """Return the parts of an answer's time beyond perfectly divided compute, as shares of its whole time.
+    """Return the parts of an answer's time beyond perfectly divided compute, as shares of its whole time (0 to 1).
 
-    The parts add up to the whole loss, except when the slowest rank computes less than the mean and waits for the
-    others. Waiting and sync are then not reduced, so that they agree with what is shown elsewhere, and the sum is
+    ``bound_ns`` is the time of perfectly divided compute. The parts are ``uneven``, ``waiting``, ``sync`` and
+    ``overhead``. They add up to the whole loss, except when the slowest rank computes less than the mean and waits for
+    the others. Waiting and sync are then not reduced, so that they agree with what is shown elsewhere, and the sum is
     larger.
     """
     waiting, sync = answer.share("wait"), answer.share("sync")
@@ -73,6 +74,7 @@ def losses(answer: Answer, bound_ns: int) -> dict[str, float]:
 
 
 def _words(advice: Advice, answer: Answer) -> str:
+    """Return the parts of an answer's lost time in words."""
     lost = {part: f"{100 * share:.0f} %" for part, share in losses(answer, advice.bound_ns).items()}
     more = "collectives of tensor parallelism and other work" if advice.question.tp > 1 else "work"
     return (

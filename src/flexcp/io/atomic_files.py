@@ -14,7 +14,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path | str, content: bytes | str) -> None:
-    """Write a file; raise an OSError that names ``path`` if it cannot be written."""
+    """Write a file completely or not at all; raise an OSError that names ``path`` if it cannot be written.
+
+    Text is written as UTF-8. A device or a pipe is written directly.
+    """
     data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))  # if path is a link, the file it points to is replaced, and not the link
     try:

@@ -1,7 +1,8 @@
 """JSON files: read JSON from users, with one-line errors that name the file.
 
 JSON allows values that no reader here can use: nesting deeper than Python's stack, numbers like 1e400 that become
-infinite, NaN, and integers of thousands of digits. They are refused when the file is read.
+infinite, NaN, and integers of thousands of digits. :func:`read_json` refuses them when it reads a file;
+:func:`json_line` always refuses the first and the others if asked.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 2**63 - 1
+"""The largest magnitude of an integer in a file."""
 
 
 def read_json(path: Path | str, what: str, hint: str) -> Any:
-    """Return the value in a JSON file.
+    """Return the value in a JSON file, or raise ValueError if it cannot be read or used.
 
-    A ValueError names the file, says why it is no ``what`` (such as "cost model"), and ends with ``hint``, which says
-    what to do.
+    The error names the file and says why it is no ``what`` (such as "cost model"). Unless the file could not be opened,
+    it ends with ``hint``, which says what to do.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -33,10 +35,10 @@ def read_json(path: Path | str, what: str, hint: str) -> Any:
 
 
 def json_line(line: str, where: str, checked: bool = False) -> Any:
-    """Return the value of a JSON text, such as one line of a file; a ValueError says ``where`` the text is from.
+    """Return the value of a JSON text, such as one line of a file, or raise a ValueError that begins with ``where``.
 
-    Numbers that no reader can use are refused only if they are ``checked``, because most files have fields that are not
-    used.
+    ``where`` says where the text is from. Numbers that no reader can use (NaN, infinities, integers beyond 64 bits) are
+    refused only if they are ``checked``, because most files have fields that are not used.
     """
     try:
         if checked:
@@ -56,14 +58,14 @@ def complaint(error: ValueError | RecursionError) -> str:
 
 
 def _integer(digits: str) -> int:
-    """Return an integer of a JSON text, or raise if it does not fit 64 bits."""
+    """Return an integer of a JSON text, or raise ValueError if it does not fit 64 bits."""
     if len(digits) > 20 or abs(int(digits)) > LARGEST:
         raise ValueError(f"the number {_short(digits)} is too large")
     return int(digits)
 
 
 def _number(digits: str) -> float:
-    """Return a floating-point number of a JSON text, or raise if it is infinite."""
+    """Return a floating-point number of a JSON text, or raise ValueError if it is infinite."""
     found = float(digits)
     if not math.isfinite(found):
         raise ValueError(f"the number {_short(digits)} is too large")
@@ -71,7 +73,7 @@ def _number(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
-    """Raise for NaN and infinities in a JSON text."""
+    """Raise ValueError for NaN and infinities in a JSON text."""
     raise ValueError(f"{name} is no number")
 
 

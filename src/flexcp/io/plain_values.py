@@ -1,4 +1,7 @@
-"""Plain values: check the types of values from JSON that is not trusted. ``what`` names a value in errors."""
+"""Plain values: check the types of values from JSON that is not trusted; all errors are ValueErrors.
+
+``what`` names a value in errors.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,51 @@ from typing import Any
 from flexcp.io.terminal_text import visible
 
 MAX_NUMBER = 1 << 62
+"""Integers must be below this in magnitude."""
 
 
 def small_integer(text: str) -> int:
-    """Return an integer of a JSON text, or raise if it is not below ``MAX_NUMBER`` in magnitude."""
+    """Return an integer of a JSON text, or raise ValueError if it is not below ``MAX_NUMBER`` in magnitude."""
     if len(text) > 20 or not -MAX_NUMBER < (value := int(text)) < MAX_NUMBER:
         raise ValueError(f"the number {text[:24]} is too large")
     return value
 
 
 def refuse_constant(text: str) -> float:
-    """Raise for NaN and infinities, which the JSON of a plan never contains."""
+    """Raise ValueError for NaN and infinities, which the JSON of a plan never contains."""
     raise ValueError(f"{text} is not a number")
 
 
 def integer(value: Any, what: str) -> int:
-    """Return ``value``, or raise if it is no integer."""
+    """Return ``value``, or raise a ValueError that names it ``what`` if it is no integer."""
     if type(value) is not int:
         raise ValueError(f"{what} must be a whole number; got {_short(value)}")
     return value
 
 
 def text(value: Any, what: str) -> str:
-    """Return ``value``, or raise if it is no text."""
+    """Return ``value``, or raise a ValueError that names it ``what`` if it is no text."""
     if not isinstance(value, str):
         raise ValueError(f"{what} must be a text; got {_short(value)}")
     return value
 
 
 def flag(value: Any, what: str) -> bool:
-    """Return ``value``, or raise if it is neither true nor false."""
+    """Return ``value``, or raise a ValueError that names it ``what`` if it is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be true or false; got {_short(value)}")
     return value
 
 
 def items(value: Any, what: str) -> list[Any]:
-    """Return ``value``, or raise if it is no list."""
+    """Return ``value``, or raise a ValueError that names it ``what`` if it is no list."""
     if not isinstance(value, list):
         raise ValueError(f"{what} must be a list; got {_short(value)}")
     return value
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
-    """Return ``value``, or raise if it is no JSON object."""
+    """Return ``value``, or raise a ValueError that names it ``what`` if it is no JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} must be an object; got {_short(value)}")
     return value

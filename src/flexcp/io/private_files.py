@@ -23,7 +23,11 @@ class NotOwnError(OSError):
 
 
 def read_own(folder: Path, name: str) -> bytes:
-    """Return the content of a file; raise NotOwnError if another user could have written it."""
+    """Return the content of a file in a folder; raise NotOwnError if another user could have written one of them.
+
+    NotOwnError is also raised if one of them is a link or the file is no plain file, and another OSError if the file
+    cannot be read.
+    """
     with _opened(folder) as inside:
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
@@ -58,7 +62,7 @@ def write_own(folder: Path, name: str, content: bytes) -> None:
 
 
 def refusal(folder: Path) -> str | None:
-    """Return why a folder is not trusted; None if it is trusted or does not exist."""
+    """Return why a folder is not trusted, because others could write it; None if it is trusted or cannot be opened."""
     try:
         with _opened(folder):
             return None
@@ -81,7 +85,10 @@ def _made(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder and give its descriptor; raise NotOwnError if others than the user and root can write it."""
+    """Open a folder and yield its descriptor.
+
+    Raise NotOwnError if it is a link, or if others than the user and root can write it.
+    """
     try:
         inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:

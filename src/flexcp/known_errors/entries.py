@@ -15,7 +15,11 @@ FILE = Path(__file__).with_name("errors.json")
 
 @dataclass(frozen=True)
 class Row:
-    """What an entry is about, the command that writes it, and the results page with the single numbers."""
+    """What an entry of ``errors.json`` is about, in words, and the command that writes it.
+
+    ``kind`` is what was compared: kernels, links, steps or published figures. ``page`` is the file of docs/results with
+    the single numbers.
+    """
 
     kind: str
     words: str
@@ -59,6 +63,7 @@ ROWS: dict[str, Row] = {
     ),
     "ratios, all": Row("published", "ratios of two published figures of one setting", "make published", "published.md"),
 }
+"""All possible entries of ``errors.json``, by key."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class KnownError:
 
     @property
     def spread(self) -> str:
-        """Median, 90th percentile and worst error, in words."""
+        """Median, 90th percentile and worst relative error, in words."""
         e = self.errors
         median, p90, worst = (f"{100 * x:.0f} %" for x in (e.median, e.p90, e.worst))
         return f"{median} in the median, {p90} at the 90th percentile and {worst} at worst"
@@ -96,7 +101,7 @@ class KnownError:
 
 
 def known_errors(path: Path = FILE) -> dict[str, KnownError]:
-    """Read all entries, in the order of :data:`ROWS`."""
+    """Read all entries of the file, in the order of :data:`ROWS`; a comparison that was never run has none."""
     values: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     found = {}
     for key in ROWS:

@@ -20,7 +20,10 @@ PLURAL = {"published, stated": "published figures of stated settings", "steps, b
 
 
 def applicable(cost: CostModel) -> KnownError | None:
-    """Return the known error of times simulated with this cost model; None if it has not been measured."""
+    """Return the known error of times simulated with this cost model; None if it has not been measured.
+
+    The analytic model is judged by published figures, a fitted one by measured steps of CPU ranks.
+    """
     return known_errors().get("published, stated" if is_analytic(cost) else "steps, box")
 
 
@@ -35,8 +38,10 @@ def off_words(cost: CostModel) -> str:
 
 
 def sure_words(cost: CostModel) -> str:
-    """Return the words of :func:`off_words` and, if it has been measured, how well ratios and orders
-    of two simulated times agreed with published ones.
+    """Return the words of :func:`off_words`, and how well ratios of simulated times agree with published ones.
+
+    The second part says how often two simulated times come in the published order, and how far their ratios are off. It
+    is left out if that has not been measured.
     """
     known = known_errors().get("ratios, stated")
     if known is None or not known.pairs:
@@ -61,7 +66,10 @@ def in_a_sentence(words: str) -> str:
 
 
 def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:
-    """Return in words how wrong a table made with this cost model may be, to be printed beside the table."""
+    """Return in words how wrong a table made with this cost model may be, to be printed beside the table.
+
+    ``held_out`` are the errors of a calibration on measurements that were not fitted, by what was measured.
+    """
     parts = [
         f"{name} {e.median:.1%} (90th percentile {e.p90:.1%}, {e.count} shapes)" for name, e in (held_out or {}).items()
     ]
@@ -70,8 +78,9 @@ def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -
 
 
 def error_data(cost: CostModel) -> dict[str, Any] | None:
-    """Return the known error as JSON values: what was compared, count, median, 90th percentile, worst,
-    date and source.
+    """Return the known error of a cost model as JSON values, or None if it has not been measured.
+
+    The values are what was compared, count, median, 90th percentile, worst, date and source.
     """
     known = applicable(cost)
     if known is None:

@@ -22,16 +22,14 @@ from flexcp.masks import Mask
 from flexcp.shape import Shape
 
 Run = Callable[[], tuple[Any, Callable[[], Any]]]
+"""Runs the forward, and returns the output and a function that runs the backward."""
 OTHERS = ("ring_flash_attn", "transformer_engine", "magi_attention")
 
 
 def baselines(
     group: dist.ProcessGroup, lengths: Sequence[int], mask: Mask, shape: Shape, device: str
 ) -> dict[str, Run | str]:
-    """Return for each package a function that runs the forward, or the reason why it cannot run.
-
-    The function returns the output and a function that runs the backward.
-    """
+    """Return for each other package a function that runs its attention (:data:`Run`), or why it cannot run."""
     found: dict[str, Run | str] = {"torch.context_parallel": _context_parallel(group, lengths, mask, shape, device)}
     for package in OTHERS:
         installed = importlib.util.find_spec(package) is not None

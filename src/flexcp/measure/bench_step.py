@@ -1,5 +1,4 @@
-"""Benchmark of a step: every strategy on the ranks at hand, with its planning time,
-next to other packages and to the predicted time.
+"""Benchmark of a step: strategies and other packages on the ranks at hand, with planning and predicted times.
 
 All ranks plan each strategy (as they would in training), bind the plan, and run attention forward and backward, once to
 warm up and then a few times, starting together. A time is that of the slowest rank in the fastest repeat; planning time
@@ -39,7 +38,10 @@ from flexcp.simulator.training import simulate
 
 @dataclass(frozen=True)
 class BenchTask:
-    """The documents, attention, cluster and strategies to measure, and how often."""
+    """The documents, attention, cluster and strategies to measure.
+
+    ``repeats`` is how often each is timed after a warm-up. With ``tokens_equal``, all ranks keep equally many tokens.
+    """
 
     lengths: tuple[int, ...]
     mask: Mask
@@ -51,12 +53,16 @@ class BenchTask:
     repeats: int = 3
     tokens_equal: bool = True
     tiles: TileTimes | None = None
-    """Prices that predict kernel times instead of the cost model."""
+    """Prices of kernel tiles, which predict kernel times instead of the cost model if given."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One strategy or package: planning, measured and predicted milliseconds and bytes moved, or why it did not run."""
+    """The milliseconds of one strategy or package and the bytes it moves, or in ``missing`` why it did not run.
+
+    ``step_ms`` is forward and backward together, as are ``predicted_ms`` and ``bytes`` (of one layer, over all ranks).
+    Other packages have no prediction.
+    """
 
     name: str
     planning_ms: float | None = None
@@ -75,7 +81,10 @@ class Measured:
 
 
 def bench(group: dist.ProcessGroup, task: BenchTask) -> Generator[str, None, list[Measured]]:
-    """Yield the name of each strategy and package before it runs, and return all rows; collective, on every rank."""
+    """Measure every strategy of the task and every other package; collective, on every rank.
+
+    Yield the name of each before it runs, and return all rows.
+    """
     rows: list[Measured] = []
     for name in task.strategies:
         yield name
@@ -98,7 +107,10 @@ def _foreign(group: dist.ProcessGroup, task: BenchTask, name: str, run: Run | st
 
 
 def bench_strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
-    """Plan, bind, time and predict one strategy; collective, with the same row on every rank."""
+    """Plan, bind, time and predict one strategy; collective, with the same row on every rank.
+
+    If the strategy refuses the task, the row has the reason in ``missing``.
+    """
     batch = make_batch(task.lengths, task.mask)
     request = Request(batch, task.shape, task.cluster, task.cost, equal_tokens=task.tokens_equal)
     try:
@@ -141,8 +153,10 @@ def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[
 def timed(
     group: dist.ProcessGroup, run: Callable[[], tuple[Any, Callable[[], Any]]], repeats: int, device: str
 ) -> tuple[float, float]:
-    """Return the milliseconds of the forward, and of forward and backward,
-    on the slowest rank in the fastest repeat after a warm-up.
+    """Return the milliseconds of the forward, and of forward and backward together, of the slowest rank; collective.
+
+    ``run`` runs the forward, and returns the output and a function that runs the backward. It is run once to warm up
+    and ``repeats`` times; the fastest repeat counts.
     """
     samples = []
     for _ in range(repeats + 1):
@@ -166,12 +180,13 @@ def _finish(device: str) -> None:
 
 
 def _slowest(group: dist.ProcessGroup, value: float, device: str) -> float:
+    """Return the largest ``value`` of all ranks; collective."""
     found = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return float(found)
 
 
 def median_error(rows: Sequence[Measured]) -> float | None:
-    """Return the median of |predicted / measured - 1|, or None if nothing was measured."""
+    """Return the median of |predicted / measured - 1| over the rows, or None if nothing was measured."""
     found = [abs(row.error) for row in rows if row.error is not None]
     return statistics.median(found) if found else None

@@ -31,8 +31,9 @@ LEAST_TORCH = (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about this machine; ``fix`` is set if it prevents flexcp from working, ``hint``
-    if it could be better.
+    """One fact about this machine: its name and what was found.
+
+    ``fix`` says what to do if it prevents flexcp from working, ``hint`` if it could be better.
     """
 
     name: str
@@ -60,7 +61,10 @@ def examine() -> Iterator[Finding]:
 
 
 def try_out(tell: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """Plan, check and run something small; each finding tells how long that took."""
+    """Plan, check and run something small, and yield a finding about each; if it worked, it says how long it took.
+
+    ``tell`` is called with a message before each trial.
+    """
     tell("planning (the first time on a machine, loops are compiled)")
     yield _timed("plan a batch", _plan_something)
     tell("running two processes")
@@ -124,7 +128,10 @@ def _torch() -> Iterator[Finding]:
 
 
 def transfer_stream(group: dist.ProcessGroup | None) -> Finding:
-    """Return whether transfers have priority over kernels that need the same multiprocessors."""
+    """Return whether transfers have priority over kernels that need the same multiprocessors.
+
+    ``group`` is the process group of the transfers; None if there is none yet.
+    """
     from flexcp.executor.exchange.start_group import OWN_GROUP, has_high_priority
 
     if group is None:
@@ -180,6 +187,7 @@ def _can_write(folder: Path) -> bool:
 
 
 def _timed(name: str, work: Callable[[], str]) -> Finding:
+    """Run ``work`` and return its words with the seconds it took, or a finding that it failed."""
     begin = time.perf_counter()
     try:
         found = work()

@@ -19,7 +19,10 @@ from multiprocessing.context import ForkServerContext
 
 
 def server(preload: list[str]) -> ForkServerContext:
-    """Return a context that forks processes from a server with these modules imported."""
+    """Return a context that forks processes from a server which has imported the modules ``preload``.
+
+    The first call waits until the server has imported them.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     with without_interrupt():
@@ -41,7 +44,7 @@ def server(preload: list[str]) -> ForkServerContext:
 
 @contextmanager
 def without_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until this context ends. Does nothing outside the main thread, the only one that receives it."""
+    """Delay Ctrl-C until this context ends; outside the main thread, the only one that receives it, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=300)
 
 
 def kept_store(timeout: timedelta = TIMEOUT) -> TCPStore:
-    """Return a store served by this process; other processes join it by its ``.port``."""
+    """Return a store served by this process; other processes of this machine join it by its ``.port``."""
     from torch._C._distributed_c10d import TCPStore
 
     with socket.socket() as listening:
@@ -31,7 +31,7 @@ def kept_store(timeout: timedelta = TIMEOUT) -> TCPStore:
 
 
 def joined_store(port: int, timeout: timedelta = TIMEOUT) -> TCPStore:
-    """Return a client of the store that another process of this machine serves."""
+    """Return a client of the store that another process of this machine serves on ``port``."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(ADDRESS, port, is_master=False, timeout=timeout)

@@ -27,11 +27,14 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.atten
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank; the message holds the rank's own traceback."""
+    """A function failed on a rank, or a rank died or did not answer; the message holds a failed rank's traceback."""
 
 
 class RankPool:
-    """``size`` processes, each a rank with one thread. Use as a context manager."""
+    """A pool of ``size`` local processes, each a rank with one thread; use it as a context manager.
+
+    The ranks are connected by gloo. ``timeout`` is how many seconds to wait for an answer before RankError is raised.
+    """
 
     def __init__(self, size: int, timeout: float = 300.0) -> None:
         if size < 1:
@@ -67,7 +70,8 @@ class RankPool:
         """Call ``function(group, *arguments)`` on the first ``ranks`` ranks and return their results in rank order.
 
         A generator function reports progress: ``on_item`` is called with each item that rank 0 yields, and the
-        generator's return value is its result.
+        generator's return value is its result. Raise :class:`RankError` if the function fails on a rank, or a rank dies
+        or does not answer.
         """
         count = self.size if ranks is None else ranks
         if not 1 <= count <= self.size:
@@ -80,6 +84,10 @@ class RankPool:
         return self._collect(list(range(self.size)), on_item)[:count]
 
     def _collect(self, ranks: list[int], on_item: Callable[[Any], None] | None = None) -> list[Any]:
+        """Return the next result of each of these ranks.
+
+        ``on_item`` is called with the items that rank 0 yields before its result.
+        """
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = set(ranks)

@@ -25,7 +25,11 @@ MOST_RANKS = 16
 
 @dataclass
 class Replayed:
-    """A plan from the dumps: which ranks had it in which step, and what is wrong with it or why it was not run."""
+    """A plan from the dumps: which ranks had it in which step, and what came of it.
+
+    ``problem`` says what is wrong with the plan, ``not_run`` why it was not run on processes; each is empty if it does
+    not apply.
+    """
 
     plan: Plan
     held: list[tuple[int, int]]
@@ -33,7 +37,7 @@ class Replayed:
     problem: str = ""
     not_run: str = ""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    """Verdict for each mask."""
+    """The verdict for each mask by name, if the plan ran."""
 
     @property
     def passed(self) -> bool:
@@ -42,7 +46,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """All dumps, all replayed plans, and the steps in which ranks had different plans."""
+    """All dumps, all replayed plans, and one line for each step in which ranks had different plans."""
 
     dumps: list[Dump]
     plans: list[Replayed]
@@ -56,9 +60,10 @@ class Replay:
 def replay(
     path: Path, seed: int, kernel: str | None, progress: Callable[[str], None], pool: RankPool | None = None
 ) -> Replay:
-    """Replay the dump at ``path``, or all dumps in that folder; ``progress`` receives a message for each plan.
+    """Replay the dump at ``path``, or all dumps in that folder.
 
-    Plans run on ``pool`` if it is large enough, else on new processes.
+    ``seed`` draws the random inputs, ``kernel`` is the name of the kernel (None: chosen), and ``progress`` receives a
+    message for each plan. Plans run on ``pool`` if it is large enough, else on new processes.
     """
     dumps = [read_dump(file) for file in find_dumps(path)]
     plans: dict[str, Replayed] = {}
@@ -86,6 +91,7 @@ def replay(
 
 
 def _check(found: Replayed, kernel: str | None) -> None:
+    """Execute a plan symbolically, and write to ``found`` what is wrong with it or why it cannot run here."""
     try:
         found.plan.check()
     except PlanError as error:
@@ -101,6 +107,7 @@ def _check(found: Replayed, kernel: str | None) -> None:
 
 
 def _run(pool: RankPool, found: Replayed, seed: int, kernel: str | None) -> None:
+    """Run a plan under each of its masks, and write the verdicts, or what went wrong, to ``found``."""
     for number, mask in enumerate(found.plan.batch.masks):
         options = Options(seed=seed, kernel=kernel, mask=number)
         try:
@@ -111,7 +118,7 @@ def _run(pool: RankPool, found: Replayed, seed: int, kernel: str | None) -> None
 
 
 def _disagreements(dumps: list[Dump]) -> list[str]:
-    """Return the steps in which ranks of one group have different plans."""
+    """Return one line for each step in which ranks of one group have different plans."""
     by_step: dict[int, dict[str, list[int]]] = {}
     for dump in dumps:
         for step in dump.steps:
@@ -126,7 +133,8 @@ def _disagreements(dumps: list[Dump]) -> list[str]:
 
 
 def _one_group(dumps: list[Dump], number: int, ranks: int) -> bool:
-    """Return whether the ranks that dumped a step fit into one group.
+    """Return whether the ``ranks`` ranks that dumped step ``number`` fit into one group.
+
     With several groups, different plans are correct.
     """
     sizes = [step.plan.ranks for dump in dumps for step in dump.steps if step.number == number]

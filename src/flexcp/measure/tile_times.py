@@ -27,14 +27,15 @@ from flexcp.shape import Shape
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Call = list[Ints]
-"""For each launch the counts ``[program, kind of count]``."""
+"""The counts of one call of the kernel: for each of its launches an array ``[program, kind of count]``."""
 ROUNDS = 15
 FIRST_PRICES = (1.0, 1.2, 2.0, 0.5)
+"""The prices with which the fit begins, by kind of count."""
 
 
 @dataclass(frozen=True, eq=False)
 class TimedCalls:
-    """Calls made one after the other, with their total measured nanoseconds."""
+    """Calls made one after the other, with the total nanoseconds that were measured for them."""
 
     name: str
     calls: list[Call]
@@ -42,13 +43,20 @@ class TimedCalls:
 
 
 def counted(slices: Ints, heads: int, kv_heads: int, shape: Shape, units: int, backward: bool, adds: bool) -> Call:
-    """Return the counts of a call's programs; ``adds`` tells that a forward's rows already have results."""
+    """Return the counts of the programs (blocks of threads) of a call of the Hopper kernel on these slices.
+
+    ``units`` is the number of the GPU's multiprocessors. ``adds`` says that the rows of a forward already have results,
+    which it has to read.
+    """
     found = launches(slices, heads, kv_heads, 2 * (shape.head_dim + shape.v_head_dim), units, backward)
     return found if backward else [np.concatenate([x, x[:, 2:] * adds], axis=1) for x in found]
 
 
 def plan_calls(plan: Plan, rank: int, mask: int, backward: bool, units: int) -> list[list[Call]]:
-    """Return the calls of each slot of a rank."""
+    """Return the kernel calls of each slot of a rank in one pass, ``[slot][call]``, as counts.
+
+    ``units`` is the number of the GPU's multiprocessors.
+    """
     program = rank_program(plan, rank, mask, backward)
     share = plan.shape.queries_per_key
     adds = iter(adding((work.q_shelf, work.h0, work.h1) for slot in program.slots for work in slot.work))
@@ -63,9 +71,9 @@ def plan_calls(plan: Plan, rank: int, mask: int, backward: bool, units: int) -> 
 
 
 def adding(lists: Iterable[tuple[int, int, int]]) -> list[bool]:
-    """Return for each of a rank's work lists whether its rows already have results.
+    """Return for each of a rank's work lists, in order, whether its rows already have results of an earlier one.
 
-    A list is given as (query shelf, first head, last head + 1).
+    A list is given as (query shelf, first head, last head + 1); a shelf is a buffer of rows.
     """
     seen: list[tuple[int, int, int]] = []
     found = []
@@ -76,14 +84,17 @@ def adding(lists: Iterable[tuple[int, int, int]]) -> list[bool]:
 
 
 def call_ns(call: Call, prices: CallPrices) -> float:
-    """Return the predicted nanoseconds of a call; a call without pairs launches nothing and takes none."""
+    """Return the predicted nanoseconds of a call; a call without (query, key) pairs launches nothing and takes none."""
     if not call:
         return 0.0
     return prices.call_ns + sum(float((x @ np.array(p)).max()) for x, p in zip(call, prices.launches, strict=True))
 
 
 def slot_times(plan: Plan, mask: int, backward: bool, times: TileTimes) -> Ints:
-    """Return the predicted nanoseconds ``[rank, slot]`` of the kernels of one pass."""
+    """Return the predicted nanoseconds ``[rank, slot]`` of the kernels of one pass.
+
+    Raise ValueError if the prices were fitted for other head sizes than the plan's.
+    """
     refuse_other_heads(plan.shape, times)
     prices = times.backward if backward else times.forward
     found = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
@@ -103,7 +114,10 @@ def refuse_other_heads(shape: Shape, times: TileTimes) -> None:
 
 
 def fit_prices(samples: Sequence[TimedCalls]) -> CallPrices:
-    """Return the non-negative prices that fit these samples best."""
+    """Return the non-negative prices that fit these samples best, by relative error.
+
+    Raise ValueError if no sample has a call.
+    """
     samples = [s for s in samples if any(s.calls)]
     if not samples:
         raise ValueError("prices of tiles need at least one timed call")
@@ -120,7 +134,7 @@ def fit_prices(samples: Sequence[TimedCalls]) -> CallPrices:
 
 
 def _busiest(calls: list[Call], prices: CallPrices) -> Floats:
-    """Return the counts of each launch's busiest program and the number of calls, summed over calls."""
+    """Return the counts of each launch's busiest program, then the number of calls, all summed over the calls."""
     total = np.zeros(sum(map(len, prices.launches)) + 1)
     for call in filter(None, calls):
         rows = [x[np.argmax(x @ np.array(p))] for x, p in zip(call, prices.launches, strict=True)]

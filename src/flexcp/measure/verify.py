@@ -25,12 +25,18 @@ from flexcp.masks import shift
 from flexcp.plan.plan import Plan
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+"""The results that are compared. With sinks there is also ``dsinks``."""
 LARGEST_DENSE = 16_384
+"""The most tokens of a document that is verified, because the reference is dense."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to verify with: seed, extras of the attention call, kernel, mask and device."""
+    """What to verify with.
+
+    ``seed`` draws the inputs; ``softcap``, ``sinks`` and ``lse_gradient`` (a gradient of the LSE too) are extras of the
+    attention call. ``kernel`` is its name (None: the step chooses), and ``mask`` the number of the plan's mask.
+    """
 
     seed: int = 0
     softcap: float | None = None
@@ -43,7 +49,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The error of each result, the allowed errors, and whether the sent bytes are those of the plan."""
+    """The error of each result by name, the allowed errors, and whether the sent bytes are those of the plan.
+
+    Errors are relative to the largest value of the result, if that is above 1.
+    """
 
     errors: dict[str, float]
     allowed: dict[str, float]
@@ -67,13 +76,14 @@ class _Stream:
 
 
 def verify_on(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Verdict | None:
-    """Verify a plan; collective over ``group`` (None: one rank). Returns the verdict on rank 0 and None elsewhere."""
+    """Verify a plan; collective over ``group`` (None: one rank). Return the verdict on rank 0 and None elsewhere."""
     return _ended(verifying(group, plan, options))
 
 
 def verifying(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Generator[str, None, Verdict | None]:
-    """Do the same as :func:`verify_on`, and yield what is being done:
-    dense attention of long documents takes minutes.
+    """Do the same as :func:`verify_on`, and yield messages about what is being done.
+
+    Dense attention of long documents takes minutes.
     """
     yield f"forward and backward under the plan, on {plan.ranks} process{'es' if plan.ranks > 1 else ''}"
     dtype = getattr(torch, plan.shape.dtype)
@@ -100,7 +110,10 @@ def verifying(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> 
 
 
 def check_verifiable(plan: Plan, options: Options) -> None:
-    """Raise ValueError for a plan that cannot be verified, before any rank is started."""
+    """Raise an error for a plan that cannot be verified, before any rank is started.
+
+    It is ValueError if a document is too long for dense attention, and NotImplementedError if the kernel cannot run.
+    """
     choose_kernel(
         options.device, getattr(torch, plan.shape.dtype), plan.shape.head_dim, plan.shape.v_head_dim, options.kernel
     )
@@ -169,7 +182,10 @@ def _ended(steps: Generator[str, None, Verdict | None]) -> Verdict | None:
 def _dense(
     plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype
 ) -> Generator[str, None, dict[str, Tensor]]:
-    """Compute all results on one rank with the reference kernel, document by document; yields a message for each."""
+    """Compute all results on one rank with the reference kernel; yield a message for each piece, return the results.
+
+    A piece is a document, or some short ones.
+    """
     batch, shape = plan.batch, plan.shape
     accumulator = kernels.accumulator_dtype(dtype)
     settings = Settings(shape.head_dim**-0.5, options.softcap)
@@ -227,7 +243,7 @@ def _documents(plan: Plan, options: Options) -> Any:
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
-    """Return max |x - ref| / max(1, max |ref|); infinity if -inf does not meet -inf, or for NaN."""
+    """Return max |x - ref| / max(1, max |ref|), or infinity for NaN or if -inf is not at the same places in both."""
     x, ref = found.double(), exact.double()
     empty = ref == -torch.inf
     if not torch.equal(x == -torch.inf, empty):

@@ -28,6 +28,7 @@ from flexcp.shape import Shape
 
 FILE = "config.json"
 LARGEST = 1 << 24
+"""The most bytes of a ``config.json`` that is read."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SIZES = {
     "new": (("num_attention_heads",), ("hidden_size",), ("num_hidden_layers",)),
@@ -38,7 +39,10 @@ SIZES = {
 
 
 def read_config(path: Path) -> Preset:
-    """Read a model from a ``config.json``, or from a folder that contains one."""
+    """Read a model from a ``config.json``, or from a folder that contains one.
+
+    Raise ValueError if the file cannot be read or lacks a field, and NotImplementedError if such models are not read.
+    """
     values, file = config_values(path), _file(path)
     name = file.parent.resolve().name if path.is_dir() else f"{file.parent.resolve().name}/{file.name}"
     return _preset(text_part(file, values), name)
@@ -50,7 +54,10 @@ def _file(path: Path) -> Path:
 
 
 def config_values(path: Path) -> Mapping[str, Any]:
-    """Return the fields of a ``config.json``, given as the file or its folder. Only this function opens such files."""
+    """Return the fields of a ``config.json``, given as the file or its folder; raise ValueError if it cannot be read.
+
+    Only this function opens such files.
+    """
     file = _file(path)
     try:
         if file.stat().st_size > LARGEST:
@@ -82,9 +89,10 @@ def _preset(fields: Fields, place: str) -> Preset:
 
 
 def attention_heads(fields: Fields, family: Family | None = None) -> tuple[int, int, int]:
-    """Return (query heads, KV heads, head size) as models of ``family``, by default that of the fields, read them.
+    """Return (query heads, KV heads, head size) of a configuration, as models of ``family`` read them.
 
-    A type without a family is read by the field names that families share.
+    Without ``family``, it is that of the configuration's type. A type without a family is read by the field names that
+    families share.
     """
     family = family or FAMILIES.get(fields.family, UNNAMED)
     heads, hidden = (fields.need(names) for names in SIZES[family.sizes][:2])
@@ -92,7 +100,7 @@ def attention_heads(fields: Fields, family: Family | None = None) -> tuple[int, 
 
 
 def _family(fields: Fields) -> Family:
-    """Return the family of the file's ``model_type``, or raise if such models are not read."""
+    """Return the family of the file's ``model_type``, or raise NotImplementedError if such models are not read."""
     file, config, kind = fields.file, fields.config, fields.family[:40]
     if config.get("kv_lora_rank"):
         raise NotImplementedError(
@@ -124,7 +132,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
-    """Return the number of KV heads; ``heads`` is the number of query heads."""
+    """Return the number of KV heads, by the rule ``family.kv_heads``; ``heads`` is the number of query heads."""
     own = {"never": heads, "multi_query": 1 if fields.switch("multi_query", True) else heads}.get(family.kv_heads)
     if family.kv_heads == "falcon":
         if fields.switch("new_decoder_architecture", False):
@@ -144,7 +152,7 @@ def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    """Return the size of a head."""
+    """Return the size of a head, by the rule ``family.head_dim``; raise ValueError if the file does not say it."""
     even = hidden // heads
     if family.head_dim == "never":
         fields.agree("head_dim", even, "the heads alone")

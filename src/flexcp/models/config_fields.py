@@ -21,16 +21,20 @@ ALIASES = (
 )
 """Names of the same quantity in files of different families."""
 NUMBERS = "describe the model with --heads, --kv-heads, --head-dim, --hidden and --layers"
+"""The way out of errors, for models that cannot be read from a file."""
 
 
 class Fields:
-    """The fields of a configuration for models of one family; ``file`` names it in errors, ``family`` is its type."""
+    """The fields of a configuration for models of one family; ``file`` names it in errors, ``family`` is its type.
+
+    Methods raise ValueError for a field that has a wrong type or contradicts the family.
+    """
 
     def __init__(self, file: Path | str, config: Mapping[str, Any], family: str) -> None:
         self.file, self.config, self.family = file, config, family
 
     def count(self, name: str) -> int | None:
-        """Return an integer of at least 1, or None if the field is missing, null or 0."""
+        """Return the field as an integer of at least 1, or None if it is missing, null or 0."""
         value = self.config.get(name)
         if value is None or value == 0:
             return None
@@ -39,14 +43,18 @@ class Fields:
         return value
 
     def switch(self, name: str, default: bool) -> bool:
-        """Return a true or false field, or ``default`` if it is missing."""
+        """Return the field as True or False, or ``default`` if it is missing."""
         value = self.config.get(name, default)
         if not isinstance(value, bool):
             raise ValueError(f"{self.file}: {name} must be true or false; got {value!r:.60}")
         return value
 
     def read(self, names: Sequence[str]) -> int | None:
-        """Return a quantity under the names that the family reads, or None; raise if another name contradicts it."""
+        """Return a quantity under the names that the family reads, or None if the file has none of them.
+
+        The first of ``names`` that is given counts. Raise ValueError if another name of the quantity (:data:`ALIASES`)
+        contradicts it.
+        """
         found = next((value for name in names if (value := self.count(name)) is not None), None)
         for name in sorted({alias for group in ALIASES if names[0] in group for alias in group} | set(names)):
             if name in self.config:
@@ -54,9 +62,9 @@ class Fields:
         return found
 
     def agree(self, name: str, value: int | None, instead: str) -> None:
-        """Raise if the field ``name``, which the family does not read, is given with another value than ``value``.
+        """Raise ValueError if the field ``name``, which the family does not read, has another value than ``value``.
 
-        ``instead`` is the field to write instead.
+        A missing field, null and 0 are accepted. ``instead`` says in the error what to write instead.
         """
         given = self.count(name)
         if given is not None and given != value:
@@ -67,7 +75,7 @@ class Fields:
             )
 
     def need(self, names: Sequence[str]) -> int:
-        """Return a quantity under the names that the family reads, or raise if the file does not have it."""
+        """Return a quantity under the names that the family reads, or raise ValueError if the file does not have it."""
         found = self.read(names)
         if found is None:
             for name in names:

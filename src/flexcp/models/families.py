@@ -15,10 +15,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Experts:
-    """The names of a family's fields for experts.
+    """The names of a family's fields for experts; of several names for one field, the first one present is read.
 
     ``count``, ``width`` and ``per_token`` are the fields for the number of experts of a layer, their width, and how
-    many a token uses. ``dense_first`` is how many of the first layers have no experts if the file does not say it.
+    many a token uses. ``shared_count`` and ``shared_width`` are those for experts that all tokens use: how many, or
+    their width in all. ``dense_first`` is how many of the first layers have no experts if the file does not say it in
+    ``first_k_dense_replace``; with None that field is not read.
     """
 
     count: tuple[str, ...] = ("num_experts",)
@@ -42,9 +44,11 @@ class Family:
     ``kv_heads`` says what a file without a number of KV heads means: as many as query heads (``heads``), or a default
     of the family, which the user is asked to write into the file (``asked``). With ``never`` the field is not read, and
     there are as many as query heads; ``multi_query`` and ``falcon`` are the rules of GPT BigCode and Falcon, which
-    depend on switches. ``head_dim`` is alike, with ``even`` for hidden / heads. ``windows`` says which layers have a
-    window: none (``never``), all, all but one in ``every`` (``pattern``), those from ``max_window_layers`` on
-    (``from``), or those that ``layer_types`` names (``listed``).
+    depend on switches. ``head_dim`` is alike, with ``even`` for hidden / heads. ``gated`` feed-forwards have three
+    matrices, others two. ``tied`` says that embedding and head are one matrix if the file does not say it. ``windows``
+    says which layers have a window: none (``never``), all, all but one in ``every`` (``pattern``), those from
+    ``max_window_layers`` on (``from``), or those that ``layer_types`` names (``listed``). ``width`` is the field for
+    the width of feed-forwards.
     """
 
     kv_heads: Literal["heads", "asked", "never", "multi_query", "falcon"] = "heads"

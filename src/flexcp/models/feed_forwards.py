@@ -16,7 +16,7 @@ DENSE_PART = 8
 
 
 class FeedForwards(NamedTuple):
-    """The feed-forwards of a layer: their gated width, how many a token uses, and how many there are."""
+    """The feed-forwards of a layer: the width of one as a gated one, how many a token uses, and how many there are."""
 
     width: int
     active: int = 1
@@ -24,7 +24,11 @@ class FeedForwards(NamedTuple):
 
 
 def feed_forwards(fields: Fields, family: Family, hidden: int, layers: int) -> FeedForwards:
-    """Return the feed-forwards of one layer."""
+    """Return the feed-forwards of one layer; ``hidden`` is the model's width and ``layers`` its number of layers.
+
+    Raise ValueError if a field is missing or contradicts the family, and NotImplementedError if too many layers have no
+    experts.
+    """
     experts = family.experts
     if experts is None:
         for name in ALIASES[-1]:
@@ -46,7 +50,7 @@ def _dense(fields: Fields, family: Family, hidden: int) -> FeedForwards:
 
 
 def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedForwards:
-    """Return the ``count`` experts of a layer, and its shared experts."""
+    """Return the ``count`` experts of a layer and its shared experts together, as experts of one width."""
     width = next((value for name in experts.width if (value := fields.count(name))), None)
     if width is None:
         width = fields.need(experts.width)

@@ -34,7 +34,7 @@ def _preset(
     active: int = 1,
     experts: int = 1,
 ) -> Preset:
-    """Make a preset with heads of size 128."""
+    """Make a preset with heads of size 128; a token uses ``active`` of the ``experts`` feed-forwards of a layer."""
     return Preset(
         Model(name, hidden, layers, feed_forward, active), Shape(heads, kv_heads, 128, 128), vocabulary, experts
     )
@@ -53,7 +53,10 @@ PRESETS = {
 
 
 def find_model(name: str) -> Preset:
-    """Return the preset with a name, or the model of a ``config.json`` or of a folder with one."""
+    """Return the preset with a name, or the model of a ``config.json`` or of a folder with one.
+
+    Raise ValueError if there is neither, or as :func:`flexcp.models.config.read_config` does.
+    """
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name).expanduser()
@@ -63,7 +66,10 @@ def find_model(name: str) -> Preset:
 
 
 def make_model(heads: int, kv_heads: int, head_dim: int, hidden: int | None, layers: int) -> Preset:
-    """Make a dense model of these sizes, with a gated feed-forward of 3.5 times the width and Llama 3's vocabulary."""
+    """Make a dense model of these sizes, with a gated feed-forward of 3.5 times the width and Llama 3's vocabulary.
+
+    The width is ``hidden``, by default heads x head_dim.
+    """
     shape = Shape(heads, kv_heads, head_dim, head_dim)
     width = dense_model(shape).hidden if hidden is None else hidden
     name = f"a model of {layers} layers of {width}"

@@ -6,10 +6,15 @@ from flexcp.models.config_fields import Fields
 from flexcp.models.families import Family
 
 KINDS = ("full_attention", "sliding_attention")
+"""The values of ``layer_types`` that are read: causal layers, and layers with a window."""
 
 
 def layer_windows(fields: Fields, family: Family, layers: int) -> tuple[tuple[int, int], ...]:
-    """Return (keys, number of layers) of the layers with a window; empty if there are none."""
+    """Return (keys, number of layers) of the layers with a window; empty if there are none.
+
+    ``layers`` is the number of all layers. Raise ValueError if the file is unclear about windows or contradicts the
+    family, and NotImplementedError for other kinds of layers.
+    """
     keys = fields.count("sliding_window")
     if family.windows == "never":
         fields.agree("sliding_window", None, "no window")
@@ -36,7 +41,10 @@ def layer_windows(fields: Fields, family: Family, layers: int) -> tuple[tuple[in
 
 
 def _check_window(fields: Fields, family: Family, keys: int | None) -> None:
-    """Raise if the family would use a window although the file does not clearly say so."""
+    """Raise ValueError if the family would use a window although the file does not clearly say so.
+
+    ``keys`` is the ``sliding_window`` of the file.
+    """
     on = not family.window_switch or fields.switch("use_sliding_window", False)
     if on and fields.config.get("sliding_window") == 0:
         raise ValueError(f'{fields.file} has sliding_window 0; write "sliding_window": null where layers see all keys')
@@ -57,7 +65,10 @@ def _check_window(fields: Fields, family: Family, keys: int | None) -> None:
 
 
 def _check_kinds(fields: Fields, kinds: object, layers: int) -> None:
-    """Raise unless ``kinds`` is a list with a known kind for each layer."""
+    """Raise an error unless ``kinds`` is a list with a known kind for each layer.
+
+    It is NotImplementedError for an unknown kind, and ValueError for anything else.
+    """
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ValueError(f"{fields.file}: layer_types must be a list with a kind for each of the {layers} layers")
     unknown = sorted({str(kind)[:40] for kind in kinds if kind not in KINDS})
@@ -69,7 +80,11 @@ def _check_kinds(fields: Fields, kinds: object, layers: int) -> None:
 
 
 def _unwritten(fields: Fields, family: Family, layers: int, keys: int | None) -> list[str]:
-    """Return the kinds of layers that the family uses for a file without ``layer_types``."""
+    """Return the kind of each layer that the family uses for a file without ``layer_types``.
+
+    ``keys`` is the ``sliding_window`` of the file. Raise ValueError if the file does not say which layers have a
+    window.
+    """
     full, window = KINDS
     if keys is None or family.windows == "never":
         return [full] * layers

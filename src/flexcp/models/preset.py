@@ -11,7 +11,7 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with its attention shape.
+    """A model with its attention shape, its vocabulary (number of tokens) and its experts.
 
     ``experts`` is the number of feed-forwards of a layer, of which a token uses some. ``windows`` are (keys, number of
     layers) of the layers with a window of that many keys; all other layers are causal. A ``tied`` model has one matrix
@@ -26,7 +26,10 @@ class Preset:
     tied: bool = False
 
     def masks(self, mask: Mask | None = None) -> dict[str, tuple[Mask, int]]:
-        """Return the masks of the layers with their layer counts: the model's own, or ``mask`` in all layers."""
+        """Return the masks of the layers by name, each with its number of layers.
+
+        They are the model's own, or ``mask`` in all layers.
+        """
         if mask is not None or not self.windows:
             return {"mask": (causal() if mask is None else mask, self.model.layers)}
         full = self.model.layers - sum(layers for _, layers in self.windows)

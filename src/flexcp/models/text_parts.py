@@ -19,7 +19,7 @@ from flexcp.models.families import FAMILIES, REFUSED
 
 @dataclass(frozen=True)
 class Outer:
-    """A ``model_type`` that contains a text model."""
+    """How a ``model_type`` that combines text with images contains its text model."""
 
     text: str
     """The type of the text model if ``text_config`` does not say it."""
@@ -55,7 +55,10 @@ AROUND = ("dtype", "torch_dtype", "_name_or_path", "is_encoder_decoder")
 
 
 def text_part(file: Path, values: Mapping[str, Any]) -> Fields:
-    """Return the fields of the text model of a file; for a plain text model these are the fields of the file itself."""
+    """Return the fields of the text model of a file; for a plain text model these are the fields of the file itself.
+
+    Raise ValueError if the part with the text model is missing, and NotImplementedError if such models are not read.
+    """
     kind, inner = _kind(values), values.get("text_config")
     outer = OUTER.get(kind)
     if inner is None and (outer is None or outer.flat):

@@ -34,7 +34,10 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class Topology:
-    """The cluster of context-parallel ranks, the attention shape of a rank, and its part of the model."""
+    """The cluster of context-parallel ranks, the attention shape of a rank, and its part of the model.
+
+    ``model`` is None if the planner's default model is meant.
+    """
 
     cluster: Cluster
     shape: Shape
@@ -59,9 +62,9 @@ class Topology:
 def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: int = 1, pp: int = 1) -> Topology:
     """Return the ranks, heads and layers that context parallelism has under tensor and pipeline parallelism.
 
-    ``cluster`` counts all GPUs, and ``shape`` all heads of the model. ``tp=8`` leaves one context-parallel rank on a
-    node of 8 GPUs, with an eighth of the heads; if there are fewer KV heads than ``tp``, each rank has a copy of one.
-    Uneven divisions are refused.
+    ``cluster`` counts all GPUs, and ``shape`` all heads of the model. ``tp`` and ``pp`` are the degrees of tensor and
+    pipeline parallelism. ``tp=8`` leaves one context-parallel rank on a node of 8 GPUs, with an eighth of the heads; if
+    there are fewer KV heads than ``tp``, each rank has a copy of one. Uneven divisions are refused with ValueError.
 
     >>> from flexcp.clusters import cluster
     >>> found = topology(cluster("h100:4x8"), Shape(32, 8, 128, 128), tp=8)
@@ -89,8 +92,9 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
 def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Preset:
     """Return the part of a model that one rank has: heads, its part of each layer and of the vocabulary, and experts.
 
-    If pipeline stages differ, it is the slowest stage: the one with the most layers without a window, and with the
-    projection to the vocabulary.
+    ``tp``, ``pp`` and ``ep`` are the degrees of tensor, pipeline and expert parallelism; ValueError is raised if one
+    does not divide the model. If pipeline stages differ, it is the slowest stage: the one with the most layers without
+    a window, and with the projection to the vocabulary.
     """
     _check_degree("ep", ep)
     if preset.experts % ep:
@@ -117,7 +121,7 @@ def _divides_cluster(cluster: Cluster, pp: int) -> bool:
 
 
 def _stage(cluster: Cluster, pp: int, layers: int) -> tuple[int, int]:
-    """Return (nodes of a stage, its GPUs on each node), or raise if ``pp`` does not divide the cluster.
+    """Return (nodes of a stage, its GPUs on each node), or raise ValueError if ``pp`` does not divide the cluster.
 
     The error lists the degrees that divide the cluster and the ``layers`` of the model (0: not known).
     """
@@ -142,7 +146,7 @@ def _divided_cluster(cluster: Cluster, tp: int, pp: int, nodes: int, ranks_per_n
 
 
 def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shape:
-    """Return the shape of a rank's heads, or raise if ``tp`` does not divide the heads.
+    """Return the shape of a rank's heads, or raise ValueError if ``tp`` does not divide the heads.
 
     The error lists the degrees ``fits``, by default all that divide the heads.
     """
@@ -156,12 +160,12 @@ def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shap
 
 
 def _divides_heads(shape: Shape, tp: int) -> bool:
-    """Return whether ``tp`` divides query and KV heads evenly, or a rank has a copy of one KV head."""
+    """Return whether ``tp`` divides query and KV heads evenly, or each rank can have a copy of one KV head."""
     return shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
 
 
 def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None) -> Model:
-    """Return a rank's part of the model, or raise if ``pp`` does not divide the layers.
+    """Return a rank's part of the model, or raise ValueError if ``pp`` does not divide the layers.
 
     The error lists the numbers of stages ``fits``, by default all that divide the layers.
     """
@@ -179,6 +183,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _check_degree(name: str, value: int) -> None:
-    """Raise unless a degree of parallelism is an integer of at least 1."""
+    """Raise ValueError unless a degree of parallelism is an integer of at least 1; ``name`` names it in the error."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is over how many ranks to divide, a whole number of at least 1; got {value!r}")

@@ -36,7 +36,10 @@ class PlanError(ValueError):
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise :class:`PlanError` unless every token is kept once, every pair computed once, every result reduced once."""
+    """Raise :class:`PlanError` unless every token is kept once, every pair computed once, every result reduced once.
+
+    Pairs are the allowed (query, key) pairs of each head. The plan is executed symbolically, forward and backward.
+    """
     placement = plan.placement
     _check_runs(placement)
     _require(
@@ -57,7 +60,7 @@ def _require(condition: bool | np.bool_, message: str) -> None:
 
 
 def _check_runs(placement: Placement) -> None:
-    """Raise unless the runs cover the stream exactly once and are listed rank by rank."""
+    """Raise :class:`PlanError` unless the runs cover the stream exactly once and are listed rank by rank."""
     runs = placement.runs
     _require(
         len(runs) == 0 or (runs.rank.min() >= 0 and runs.rank.max() < placement.ranks), "a run's rank does not exist"
@@ -71,7 +74,7 @@ def _check_runs(placement: Placement) -> None:
 
 
 def _check_work(plan: Plan, number: int) -> None:
-    """Raise unless every allowed (query, key, head) under mask ``number`` lies in exactly one region."""
+    """Raise :class:`PlanError` unless every (query, key, head) that mask ``number`` allows lies in one region."""
     batch, mask, regions = plan.batch, plan.batch.masks[number], plan.placement.regions[number]
     _require(bool(np.all((regions.rank >= 0) & (regions.rank < plan.ranks))), "a region's rank does not exist")
     _require(bool(np.all((regions.h0 >= 0) & (regions.h1 <= plan.shape.heads))), "a region's heads do not exist")
@@ -83,10 +86,10 @@ def _check_work(plan: Plan, number: int) -> None:
 
 
 def _check_document(mask: LayerMask, document: int, length: int, head_count: int, regions: Regions) -> None:
-    """Raise unless the regions of a document compute every allowed (query, key, head) exactly once.
+    """Raise :class:`PlanError` unless the regions of a document compute every allowed (query, key, head) exactly once.
 
-    The edges of the regions cut the document into cells. The cells are counted for a band of rows at a time, to limit
-    memory.
+    ``length`` is the document's and ``head_count`` the number of query heads. The edges of the regions cut the document
+    into cells. The cells are counted for a band of rows at a time, to limit memory.
     """
     rows = _edges(regions.q0, regions.q1, length)
     keys = _edges(regions.k0, regions.k1, length)
@@ -137,9 +140,12 @@ def _edges(low: Ints, high: Ints, size: int) -> Ints:
 class _Side:
     """The state of the queries or of the keys in a pass: arrays over [rank, head range, atom].
 
-    Head ranges lie between neighbouring ``borders``, so that no piece divides one. ``arrived`` is the stage in which an
-    atom arrived, ``complete`` the last slot that computes its result, ``labels`` the labels of the results that a rank
-    holds, ``home`` those that the owner has received, ``expected`` those that the owner must receive in the end.
+    An atom is a range of one owner's tokens that nothing in the plan divides. Head ranges lie between neighbouring
+    ``borders``, so that no piece divides one. ``arrived`` is the stage in which an atom arrived, ``read`` and
+    ``forwarded`` whether the rank computes with it or passes it on, ``complete`` the last slot that computes its
+    result, ``labels`` the labels of the results that a rank holds, and ``sent`` whether it sent them. ``home`` are the
+    labels that the owner has received and ``expected`` those that it must receive in the end, both over [head range,
+    atom].
     """
 
     borders: Ints
@@ -159,7 +165,10 @@ class _Side:
 
 
 class _SymbolicPass:
-    """One pass (a mask in one direction), executed symbolically; messages begin with ``where``."""
+    """One pass (a mask in one direction), executed symbolically; messages of errors begin with ``where``.
+
+    ``number`` is that of the mask, and ``forward`` its forward program, from which keys may be kept.
+    """
 
     def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
         self.plan, self.program, self.where = plan, program, where
@@ -179,7 +188,11 @@ class _SymbolicPass:
         self.sides = [self._side(True), self._side(False)]
 
     def _make_atoms(self) -> None:
-        """Cut the tokens into atoms, sorted by owner and kept order; ``edge`` is owner x width + first kept token."""
+        """Cut the tokens into atoms (ranges that nothing in the plan divides), sorted by owner and kept order.
+
+        Kept order is the order of an owner's tokens in the stream. ``edge`` of an atom is owner x width + its first
+        token in that order.
+        """
         placement, t = self.placement, self.pieces
         self.width = placement.stream + 1
         begin = self.plan.batch.starts[self.regions.document[self.region]]
@@ -195,7 +208,7 @@ class _SymbolicPass:
         self.owner = self.edge // self.width
 
     def _atoms(self, owner: int, start: int, stop: int) -> slice:
-        """Return the range of atoms of the tokens ``start..stop`` of an owner."""
+        """Return the range of atoms of the tokens ``start..stop`` (exclusive) of an owner, in kept order."""
         low, high = np.searchsorted(self.edge, [owner * self.width + start, owner * self.width + stop])
         return slice(int(low), int(high))
 
@@ -234,7 +247,10 @@ class _SymbolicPass:
         )
 
     def run(self, backward: bool) -> None:
-        """Execute the pass: inputs arrive, work is done, outputs go home. Raise if an invariant breaks."""
+        """Execute the pass: inputs arrive, work is done, outputs go home.
+
+        Raise :class:`PlanError` if an invariant breaks.
+        """
         t = self.program.transfers
         self._require(
             0 <= self.program.own_stage < self.program.stages, "own tokens enter in a stage that does not exist"
@@ -261,9 +277,10 @@ class _SymbolicPass:
                 self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
 
     def _require_home_when_held(self) -> None:
-        """Raise if work is held back whose results another rank waits for.
+        """Raise :class:`PlanError` if work is held back whose results another rank waits for.
 
-        Only work of a rank on its own rows and own keys may be held, and only if these results do not travel.
+        Only work of a rank on its own rows and own keys may be held, and only if these results do not travel. There
+        must be one share per rank, from 0 to 1000 per mille, or none.
         """
         held = self.program.held
         self._require(len(held) in (0, self.plan.ranks), "there must be one share of held work per rank, or none")
@@ -274,7 +291,7 @@ class _SymbolicPass:
         self._require(stay or not any(held), "held work has results that other ranks wait for")
 
     def _require_cells(self) -> None:
-        """Raise if a transfer names a rank, token or head that does not exist."""
+        """Raise :class:`PlanError` if a transfer names a rank, token or head that does not exist, or has no tokens."""
         t, ranks = self.program.transfers, self.plan.ranks
         for name in ("source", "target", "owner"):
             column = getattr(t, name)
@@ -288,7 +305,7 @@ class _SymbolicPass:
         self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
 
     def _require_whole_relays(self) -> None:
-        """Raise if a rank forwards an input that did not arrive there as exactly this piece."""
+        """Raise :class:`PlanError` if a rank forwards an input that did not arrive there as exactly this piece."""
         for kind in (Kind.Q, Kind.KV):
             rows = self._rows(kind)
             known = {(r[2], *r[3:]) for r in rows}
@@ -297,7 +314,11 @@ class _SymbolicPass:
                 self._require(known_here, f"rank {source} forwards a piece of rank {owner} that never arrived as such")
 
     def _require_known_pieces(self, kind: Kind, arrived_as: Kind) -> None:
-        """Raise if an output passes through a rank that neither received its piece as an input nor keeps it."""
+        """Raise :class:`PlanError` if an output passes through a rank that has no such piece.
+
+        ``kind`` is the kind of the output. A rank has a piece if it received it as an input of kind ``arrived_as`` or
+        keeps its tokens.
+        """
         known = {(r[2], *r[3:]) for r in self._rows(arrived_as)}
         for _, source, target, owner, *piece in self._rows(kind):
             for rank in (source, target):
@@ -306,7 +327,10 @@ class _SymbolicPass:
                 self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
     def _require_kept_keys(self, backward: bool) -> None:
-        """Raise if keys are kept for a forward, travel although they are kept, or would have to be assembled first."""
+        """Raise :class:`PlanError` if a program keeps keys wrongly.
+
+        Keys must not be kept for a forward, travel although they are kept, or have to be assembled first.
+        """
         if self.program.keys_kept:
             self._require(backward, "a forward has no keys that were kept")
             self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
@@ -318,7 +342,10 @@ class _SymbolicPass:
         return [tuple(r) for r in t.take(t.kind == kind).matrix()[[0, 1, 2, 4, 5, 6, 7, 8]].T.tolist()]
 
     def _receive(self, kinds: list[Kind]) -> None:
-        """Let the inputs arrive, stage by stage; raise if one is forwarded too early or received twice."""
+        """Let the inputs arrive, stage by stage.
+
+        Raise :class:`PlanError` if one is forwarded too early or received twice.
+        """
         for kind in kinds:
             side = self.sides[0 if kind in QUERY_SIDED else 1]
             rows = sorted(self._rows(kind))
@@ -383,7 +410,10 @@ class _SymbolicPass:
                 side.labels[self.owner, :, every] = 0
 
     def _return(self, side: _Side, kind: Kind) -> None:
-        """Send the outputs of one kind home, stage by stage; raise unless each arrives complete and once."""
+        """Send the outputs of one kind home, stage by stage.
+
+        Raise :class:`PlanError` unless each arrives complete and once.
+        """
         t = self.program.transfers
         rows = t.take(t.kind == kind).matrix().T.tolist()
         for stage in sorted({r[0] for r in rows}):

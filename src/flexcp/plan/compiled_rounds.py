@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 MESSAGE, START, STOP, ROUND = range(4)
-"""Columns of a table of chunks: message, byte range in the message, round."""
+"""Columns of a table of chunks: message, byte range in the message (end exclusive), round."""
 
 
 @compiled
@@ -38,12 +38,13 @@ def in_rounds(
     most: int,
     unit: int,
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the table of chunks of all exchanges, and the chunk size and time (in bytes) of each exchange.
+    """Return the table of chunks of all exchanges, and of each exchange the chunk size and time, both in bytes.
 
-    Exchange g has the messages ``first[g]`` to ``first[g + 1] - 1``. Chunks have ``given`` bytes. If ``given`` is 0,
-    the chunk size is the largest message at first, and is halved (rounded up to a multiple of ``unit``) while the
-    rounds take more than ``enough`` per mille of the busiest port's bytes; the largest message has at most ``most``
-    chunks, and chunks are not smaller than ``least``. The size with the shortest rounds is kept.
+    The time is the sum over rounds of the largest chunk. Exchange g has the messages ``first[g]`` to
+    ``first[g + 1] - 1`` and its busiest port ``port[g]`` bytes. Chunks have ``given`` bytes. If ``given`` is 0, the
+    chunk size is the largest message at first, and is halved (rounded up to a multiple of ``unit``) while the time is
+    more than ``enough`` per mille of the busiest port's bytes; the largest message has at most ``most`` chunks, and
+    chunks are not smaller than ``least[g]``. The size with the shortest time is kept.
     """
     exchanges = len(first) - 1
     limit = np.zeros(exchanges, np.int64)
@@ -77,7 +78,10 @@ def in_rounds(
 
 @compiled
 def cut(size: Ints, limit: int) -> Ints:
-    """Cut messages into chunks of ``limit`` bytes and smaller rests; return them, largest first, all in round 0."""
+    """Cut messages into chunks of ``limit`` bytes and smaller rests; return the table of chunks, largest first.
+
+    All chunks are in round 0.
+    """
     rest = np.empty(len(size), np.int64)  # negative, so that sorting puts the largest first
     count, at = 0, 0
     for m in range(len(size)):
@@ -96,9 +100,10 @@ def cut(size: Ints, limit: int) -> Ints:
 
 @compiled
 def coloured(chunks: Ints, source: Ints, target: Ints, ranks: int) -> int:
-    """Write the round of each chunk into the table, and return the sum over rounds of the largest chunk.
+    """Write the round of each chunk into the table, and return the sum over rounds of the largest chunk, in bytes.
 
-    Rounds are numbered by their largest chunk, from the largest on.
+    Rounds are numbered by their largest chunk, from the largest on. ``source`` and ``target`` are those of each
+    message.
     """
     count = len(chunks)
     senders, receivers = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -129,7 +134,10 @@ def copy_chunks(into: Ints, at: int, chunks: Ints, count: int, message: int) -> 
 
 @compiled
 def colour_edges(source: Ints, target: Ints, ranks: int) -> tuple[Ints, int]:
-    """Colour the edges ``source[e] -> target[e]``; return their colours and how many there are: the largest degree."""
+    """Colour the edges ``source[e] -> target[e]`` so that no two edges of a colour share a source or a target.
+
+    Return (the colour of each edge, the number of colours, which is the largest degree of a vertex).
+    """
     # Senders are vertices 0 to ranks - 1, receivers are vertices ranks to 2 * ranks - 1.
     degree = np.zeros(2 * ranks, np.int64)
     for e in range(len(source)):
@@ -160,7 +168,10 @@ def colour_edges(source: Ints, target: Ints, ranks: int) -> tuple[Ints, int]:
 
 @compiled
 def newest_free(taken: NDArray[np.int32]) -> int:
-    """Return the highest free colour of a vertex. There is one as long as an edge of the vertex is not coloured."""
+    """Return the highest free colour of a vertex; ``taken[colour]`` is the edge of that colour, or -1.
+
+    There is one as long as an edge of the vertex is not coloured.
+    """
     c = len(taken) - 1
     while taken[c] >= 0:
         c -= 1
@@ -179,10 +190,11 @@ def swap(
     c: int,
     other: int,
 ) -> None:
-    """Swap the colours ``c`` and ``other`` along the path that leaves ``t`` with colour ``c``: c becomes free at t.
+    """Free colour ``c`` at ``t``: swap it with ``other`` along the path that leaves ``t`` with colour ``c``.
 
     ``t`` is a receiver, so the path reaches senders by edges of colour c. The sender of the edge to be coloured has no
-    such edge, so it is not on the path, and c stays free there.
+    such edge, so it is not on the path, and c stays free there. ``taken[vertex, colour]`` is the edge of that colour
+    (-1: none), and all colours below ``lowest[vertex]`` are taken.
     """
     vertex, old, new = t, c, other
     edge = taken[t, c]

@@ -32,7 +32,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Execution(Table):
-    """How each stage is posted; row s describes stage s and slot s (see the module docstring)."""
+    """How each stage is posted; row s describes stage s and slot s.
+
+    ``rounds_per_call`` is how many conflict-free rounds of messages are posted in one call (0: whole messages in a
+    single call), ``ahead`` how many slots before slot s the messages of stage s are posted, and ``margin`` how many
+    multiprocessors the work of slot s leaves free. The module's docstring says more.
+    """
 
     rounds_per_call: Ints
     ahead: Ints
@@ -45,14 +50,14 @@ class Execution(Table):
         return posted
 
     def posts(self, slot: int) -> tuple[list[int], list[int]]:
-        """Return the stages that ``slot`` posts: (before it waits for its transfers, after waiting and before work)."""
+        """Return the stages that ``slot`` posts: (before it waits for arrivals, after waiting and before work)."""
         stages = np.flatnonzero(self.posted == slot)
         stages = stages[stages > 0]
         late = self.ahead[stages] == 0
         return stages[late].tolist(), stages[~late].tolist()
 
     def problem(self, stages: int) -> str | None:
-        """Return what is wrong with this table for a program of ``stages`` stages, or None."""
+        """Return a text that says what is wrong with this table for a program of ``stages`` stages, or None."""
         if len(self) != stages:
             return f"execution has {len(self)} rows for {stages} stages"
         for name in self.names():
@@ -93,5 +98,5 @@ def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
 
 
 def margins(program: Program, ranks: int) -> Ints:
-    """Return ``[rank, slot]``: the number of multiprocessors that a rank leaves free in a slot."""
+    """Return ``[rank, slot]``: how many multiprocessors a rank leaves free, 0 where it has no transfers under way."""
     return np.where(under_way(program, ranks), program.execution.margin, 0)

@@ -31,11 +31,11 @@ MAX_RANKS = 1 << 14
 
 
 class Fact(NamedTuple):
-    """A field of a plan.
+    """A field of a plan that is not a table.
 
-    ``hashed`` and ``saved`` give its JSON value in the header and in the file, ``read`` turns the value from a file
-    into the field's value; None means that the field is not there. Files have the field since version ``since``; files
-    of earlier versions are read with the value ``before``.
+    ``hashed`` and ``saved`` give its JSON value in the header (which the hash covers) and in the file, ``read`` checks
+    the value from a file and turns it into the field's value; None means that the field is not there. Files have the
+    field since version ``since``; files of earlier versions are read with the value ``before``.
     """
 
     hashed: Callable[[Plan], Any] | None
@@ -61,7 +61,11 @@ def saved_facts(plan: Plan) -> dict[str, Any]:
 
 
 def read_facts(given: Any, version: int) -> dict[str, Any]:
-    """Check and read the fields of a plan file of this version; raise KeyError with the name of a missing field."""
+    """Check and read the fields of a plan file of this version.
+
+    Raise KeyError with the name of a missing field, and ValueError (or another exception of
+    :data:`flexcp.plan.file.BROKEN`) for a value that is not possible.
+    """
     given = mapping(given, "the facts")
     return {
         name: fact.read(given[name]) if version >= fact.since else fact.before
@@ -71,7 +75,10 @@ def read_facts(given: Any, version: int) -> dict[str, Any]:
 
 
 def different_rules(plan: Plan) -> list[Mask]:
-    """Return the rules of all masks and documents, each once; a file refers to a rule by its place in this list."""
+    """Return the rules (masks of single documents) of a batch, each once, in order of appearance.
+
+    A file refers to a rule by its place in this list.
+    """
     return list(dict.fromkeys(rule for mask in plan.batch.masks for rule in mask.rules))
 
 
@@ -92,12 +99,15 @@ def _hashed_masks(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _saved_rule(rule: Mask) -> list[Any]:
-    """Return the JSON value of a rule. The segments and ends of a tree are left out: they are columns of the file."""
+    """Return the JSON value of a rule: its name, its parameters and its length.
+
+    The segments and ends of a tree are left out: they are columns of the file.
+    """
     return [rule.name, rule.params[3:] if rule.name == "tree" else rule.params, rule.length]
 
 
 def _hashed_programs(plan: Plan) -> list[list[list[Any]]]:
-    """Return the fields of each program for the hash.
+    """Return the fields of each program but its tables for the hash, ``[mask][backward]``.
 
     ``keys_kept`` is added only when it is true, so that plans from before this field keep their hashes.
     """
@@ -107,7 +117,7 @@ def _hashed_programs(plan: Plan) -> list[list[list[Any]]]:
 
 
 def _saved_programs(plan: Plan) -> list[list[list[Any]]]:
-    """Return the fields of each program for a plan file."""
+    """Return the fields of each program but its tables for a plan file, ``[mask][backward]``."""
     return [[[p.own_stage, p.stages, p.held, p.keys_kept] for p in pair] for pair in plan.programs]
 
 
@@ -126,7 +136,7 @@ def _read_program(entry: Any) -> tuple[int, int, tuple[int, ...], bool]:
 
 
 def _read_cluster(given: Mapping[str, Any]) -> Cluster:
-    """Check and read the cluster of a plan file."""
+    """Check and read the cluster of a plan file; raise ValueError for more than ``MAX_RANKS`` ranks."""
     text(given["name"], "the cluster's name")
     speeds = tuple(integer(s, "a speed") for s in items(given["speeds"], "speeds"))
     nodes, each = integer(given["nodes"], "nodes"), integer(given["ranks_per_node"], "ranks of a node")

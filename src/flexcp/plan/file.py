@@ -65,8 +65,10 @@ FACTS_PER_BYTE = 4
 MAX_STAGES = 1 << 18
 MAX_COMPARISONS = 1 << 26
 PART_BYTES, SLICE_BYTES, TREE_BYTES = 1024, 256, 512
-"""Estimated bytes of memory while slices are made: for each slice of a rule that fits documents of any length, for each
-slice of a document, and for each segment or sequence of a tree.
+"""Estimated bytes of memory while slices are made, for each of three things.
+
+``PART_BYTES`` for each slice of a rule that fits documents of any length, ``SLICE_BYTES`` for each slice of a document,
+and ``TREE_BYTES`` for each segment or sequence of a tree.
 """
 
 
@@ -91,7 +93,11 @@ class PlanFormatError(ValueError):
 
 
 def save_plan(plan: Plan) -> bytes:
-    """Return the plan as bytes, from which :func:`load_plan` makes an equal plan."""
+    """Return the plan as bytes, from which :func:`load_plan` makes an equal plan.
+
+    Raise ValueError if its number of ranks is not that of its cluster or is above 16,384, or if a mask has too many
+    slices for a file.
+    """
     if plan.ranks != plan.cluster.ranks or plan.ranks > MAX_RANKS:
         raise ValueError(
             f"a plan of {plan.ranks} ranks on a cluster of {plan.cluster.ranks} cannot be saved; "
@@ -142,7 +148,7 @@ def _rule_blocks(rule: Mask) -> list[list[Ints]]:
 
 
 def _rule_memory(rule: Mask) -> int:
-    """Return the bytes of memory that making a rule from its columns takes."""
+    """Return the estimated bytes of memory that making a rule from its columns takes."""
     return (TREE_BYTES if rule.name == TREE else PART_BYTES) * sum(len(block[0]) for block in _rule_blocks(rule))
 
 
@@ -152,9 +158,9 @@ def _slice_count(rule: Mask, longest: int) -> int:
 
 
 def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengths: Ints) -> int:
-    """Return the bytes of memory that making the slices of all masks takes.
+    """Return the estimated bytes of memory that making the slices of all masks takes.
 
-    ``chosen[mask]`` holds the number of one rule for all documents, or of one rule per document.
+    ``chosen[mask]`` holds the index in ``rules`` of one rule for all documents, or of one rule per document.
     """
     counts = [_slice_count(rule, int(lengths.max(initial=1))) for rule in rules]
     slices = sum(sum(counts[i] for i in column) * (len(lengths) if len(column) == 1 else 1) for column in chosen)
@@ -163,7 +169,7 @@ def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengt
 
 
 def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
-    """Raise if making a mask from these slices would take longer than some seconds.
+    """Raise ValueError if making a mask from these slices would take longer than some seconds.
 
     Making a mask compares every two slices whose rows overlap.
     """
@@ -211,7 +217,7 @@ def version_1_hash(plan: Plan) -> str:
 
 
 def _opened(data: bytes) -> tuple[bytes, int, int]:
-    """Check that a file is complete, undamaged and of a known version.
+    """Check that a file is complete, undamaged and of a known version, or raise :class:`PlanFormatError`.
 
     Return (deflated body, size of the inflated body, version).
     """
@@ -234,7 +240,7 @@ def _opened(data: bytes) -> tuple[bytes, int, int]:
 
 
 def _inflated(deflated: bytes, size: int, room: int) -> bytes:
-    """Return the inflated body, or raise if it does not have ``size`` bytes or would exceed ``room`` bytes."""
+    """Return the inflated body, or raise ValueError if it does not have ``size`` bytes or exceeds ``room`` bytes."""
     if size > room:
         raise ValueError(f"a body of {size} bytes is more than a file of {len(deflated)} may hold")
     machine = zlib.decompressobj()
@@ -248,7 +254,7 @@ def _inflated(deflated: bytes, size: int, room: int) -> bytes:
 
 
 def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
-    """Make the plan of the facts and columns of a file, or raise if they contradict each other."""
+    """Make the plan of the facts and columns of a file, or raise ValueError if they contradict each other."""
     shape, cluster = facts["shape"], facts["cluster"]
     batch = _batch(facts, reader, version)
     runs = _table(reader, Runs)
@@ -283,7 +289,10 @@ def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
 
 
 def _as_before(stages: int, reader: Reader) -> Execution:
-    """Return the execution of a program of version 1, whose file has none; raise if ``stages`` is impossible."""
+    """Return the execution of a program of version 1, whose file has none.
+
+    Raise ValueError if the number of stages is impossible.
+    """
     if not 0 < stages <= MAX_STAGES:
         raise ValueError(f"own tokens enter in stage 0 of {stages}")
     reader.spend(8 * len(Execution.names()) * stages, f"{stages} stages")
@@ -291,7 +300,7 @@ def _as_before(stages: int, reader: Reader) -> Execution:
 
 
 def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
-    """Read documents and masks and make the batch; the slices may not exceed the reader's memory budget."""
+    """Read documents and masks and make the batch; raise ValueError if the slices exceed the reader's memory budget."""
     (lengths,) = reader.block(1)
     named = facts["masks"]
     numbers = [reader.block(1)[0] for _ in named]
@@ -307,7 +316,10 @@ def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
 
 
 def _rule(entry: Any, reader: Reader, version: int) -> Mask:
-    """Read a rule and make it with the public function for such masks, which checks it; raise if the result differs."""
+    """Read a rule and make it with the public function for such masks, which checks it.
+
+    Raise ValueError if the result differs from what was saved.
+    """
     name, params, length = items(entry, "a rule")
     if name == m.EXPLICIT:
         columns = reader.block(6)
@@ -342,7 +354,7 @@ def _table(reader: Reader, kind: type[SomeTable]) -> SomeTable:
 
 
 def _check_placement(placement: Placement, shape: Shape) -> None:
-    """Raise unless all ranks, documents, rows, keys and heads exist and the runs cover the stream once."""
+    """Raise ValueError unless all ranks, documents, rows, keys and heads exist and the runs cover the stream once."""
     runs, batch = placement.runs, placement.batch
     if placement.pads < 0 or placement.stream >= MAX_NUMBER >> 8:
         raise ValueError(f"{placement.pads} pads are not possible")
@@ -363,7 +375,7 @@ def _check_placement(placement: Placement, shape: Shape) -> None:
 
 
 def _check_program(program: Program, placement: Placement, shape: Shape) -> None:
-    """Raise unless all stages, ranks, tokens and heads of a program exist and its execution is possible."""
+    """Raise ValueError unless all stages, ranks, tokens and heads of a program exist and its execution is possible."""
     t, ranks = program.transfers, placement.ranks
     if not 0 <= program.own_stage < program.stages <= MAX_STAGES:
         raise ValueError(f"own tokens enter in stage {program.own_stage} of {program.stages}")
@@ -384,12 +396,12 @@ def _check_program(program: Program, placement: Placement, shape: Shape) -> None
 
 
 def _inside(what: str, column: Ints, low: int, high: int) -> None:
-    """Raise unless ``low <= x < high`` for every number of the column; ``what`` names it."""
+    """Raise ValueError unless ``low <= x < high`` for every number of the column; ``what`` names it in the error."""
     if len(column) and (column.min() < low or column.max() >= high):
         raise ValueError(f"{what} does not exist")
 
 
 def _ranges(what: str, start: Ints, stop: Ints, end: Ints | np.int64) -> None:
-    """Raise unless ``0 <= start <= stop <= end`` in every row; ``what`` names the ranges."""
+    """Raise ValueError unless ``0 <= start <= stop <= end`` in every row; ``what`` names the ranges in the error."""
     if np.any((start < 0) | (start > stop) | (stop > end)):
         raise ValueError(f"{what} do not exist")

@@ -22,10 +22,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Parts(Table):
-    """Parts of messages: bytes ``start..stop`` of the message from ``source`` to ``target`` in ``stage``.
+    """Parts of messages: bytes ``start..stop`` (exclusive) of the message from ``source`` to ``target`` in ``stage``.
 
-    ``across`` is the level (0 inside nodes, 1 across nodes). Calls and rounds count from 0 in each stage; a message
-    that is issued whole is in round 0. Rows are sorted by stage, level and round.
+    ``across`` is the level (0 inside nodes, 1 across nodes). A call is what a rank posts together. Calls and rounds
+    count from 0 in each stage and level; a message that is issued whole is in call 0 and round 0. Rows are sorted by
+    stage, level and round.
     """
 
     stage: Ints
@@ -41,9 +42,10 @@ class Parts(Table):
 def issued_parts(
     plan: Plan, mask: int, backward: bool, rounds_per_call: Ints | None = None, chunk_bytes: int | None = None
 ) -> Parts:
-    """Return the parts that all ranks post in a pass.
+    """Return the parts of messages that all ranks post in a pass, in the order in which they leave.
 
-    ``rounds_per_call`` (one number per stage) and ``chunk_bytes`` replace the plan's own choices where given.
+    ``rounds_per_call`` (one number per stage, 0 for whole messages in one call) and ``chunk_bytes`` replace the plan's
+    own choices where given.
     """
     program = plan.programs[mask][backward]
     each = program.execution.rounds_per_call if rounds_per_call is None else rounds_per_call

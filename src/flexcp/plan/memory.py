@@ -54,8 +54,9 @@ STATISTICS_BYTES = 8
 SCRATCH_BYTES = 4096
 """Bytes of a kernel's scratch memory, besides two numbers per row and head."""
 TABLE_BYTES = 16
-"""Estimated bytes of index maps and work lists per row of a shelf and per mask: tiles of both directions, and the place
-of a row that moves.
+"""Estimated bytes of index maps and work lists per row of a shelf (a buffer of received tokens) and per mask.
+
+They are for the tiles of both directions, and the place of a row that moves.
 """
 WRITES_DQ_ONCE = ("triton", "hopper")
 """Kernels that write dq of a rank without transfers directly in the model's dtype, without a sum in float32."""
@@ -65,13 +66,13 @@ WRITES_DQ_ONCE = ("triton", "hopper")
 class Memory:
     """Bytes of memory that attention needs on one rank.
 
-    ``forward`` and ``backward`` are the size of the arena in each direction, for the mask that needs most; one arena
-    serves all layers. ``saved`` is what autograd keeps of one layer for its backward: q, k, v, output and LSE.
-    ``kept_keys`` are the received keys that the plan keeps for the backward, of all layers together. ``results`` is the
-    most that a pass holds of the rank's own results before it returns them; if the rank's tokens are not in stream
-    order, this includes reordered copies. ``gradients`` are the gradient of the output and the gradient that is being
-    rounded, during a backward. ``scratch`` is the scratch memory of a GPU kernel, and ``tables`` an estimate of index
-    maps and work lists.
+    ``forward`` and ``backward`` are the size of the arena, the buffer that a pass works in, in each direction, for the
+    mask that needs most; one arena serves all layers. ``saved`` is what autograd keeps of one layer for its backward:
+    q, k, v, output and LSE. ``kept_keys`` are the received keys and values that the plan keeps for the backward, of all
+    layers together. ``results`` is the most that a pass holds of the rank's own results before it returns them; if the
+    rank's tokens are not in stream order, this includes reordered copies. ``gradients`` are the gradient of the output
+    and the gradient that is being rounded, during a backward. ``scratch`` is the scratch memory of a GPU kernel, and
+    ``tables`` an estimate of index maps and work lists. ``layers`` is the number of layers, not bytes.
     """
 
     rank: int
@@ -87,7 +88,7 @@ class Memory:
 
     @property
     def arena(self) -> int:
-        """The size of the buffer that all layers, masks and directions use in turn."""
+        """The bytes of the buffer that all layers, masks and directions use in turn."""
         return max(self.forward, self.backward)
 
     @property
@@ -103,11 +104,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tenants of a pass lie in the arena of a rank.
+    """Where the buffers of a pass (tenants) lie in the arena of a rank, which has ``size`` bytes.
 
-    ``offsets`` maps a tenant to its first byte. Tenants are named ``("inputs", side, stage, h0, h1)`` and
-    ``("results", side, stage, h0, h1)`` for a received shelf, and ``("sends", stage)`` and ``("receives", stage)`` for
-    messages. Keys that are kept for the backward are not in the arena.
+    ``offsets`` maps the name of a tenant to its first byte. Names are ``("inputs", side, stage, h0, h1)`` and
+    ``("results", side, stage, h0, h1)`` for tokens that arrived in a stage for heads ``h0..h1`` (a shelf), and
+    ``("sends", stage)`` and ``("receives", stage)`` for messages; ``side`` is ``QUERIES`` or ``KEYS``. Keys that are
+    kept for the backward are not in the arena.
     """
 
     size: int
@@ -115,7 +117,10 @@ class Layout:
 
 
 def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
-    """Return the memory that attention needs on ``rank`` with a kernel; by default with the one that needs most."""
+    """Return the memory that attention needs on ``rank`` with a kernel; by default with the one that needs most.
+
+    ``kernel`` is its name, as in ``step.kernels``. Raise ValueError if the plan has no such rank.
+    """
     if not 0 <= rank < plan.ranks:
         raise ValueError(f"rank {rank} does not exist: the plan has ranks 0..{plan.ranks - 1}")
     numbers = range(len(plan.programs))
@@ -135,14 +140,17 @@ def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
 
 
 def arena_layout(plan: Plan, rank: int, mask: int, backward: bool) -> Layout:
-    """Return where everything lies in the arena of ``rank`` in one pass."""
+    """Return where every buffer lies in the arena of ``rank`` in one pass: mask number ``mask``, one direction."""
     tenants = [*_shelf_tenants(plan, rank, mask, backward), *_message_tenants(plan, rank, mask, backward)]
     offsets, size = first_fit([(t.size, t.first, t.last) for t in tenants])
     return Layout(size, {t.key: offset for t, offset in zip(tenants, offsets, strict=True)})
 
 
 def first_fit(tenants: list[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Place tenants (size, first, last) so that no two share a byte at one time; return offsets and the total size."""
+    """Place tenants (bytes, first, last) so that no two share a byte at one time; return (offsets, total bytes).
+
+    A tenant exists from time ``first`` to time ``last``, inclusive.
+    """
     offsets = [0] * len(tenants)
     placed: list[tuple[int, int, int, int]] = []
     for i in sorted(range(len(tenants)), key=lambda i: (-tenants[i][0], tenants[i][1], i)):
@@ -163,12 +171,18 @@ def aligned(size: int) -> int:
 
 
 def aligned_starts(sizes: list[int]) -> list[int]:
-    """Return the aligned offsets of tensors of these sizes laid side by side, and the end of the last one."""
+    """Return the aligned offsets of tensors of these sizes in bytes laid side by side, and the end of the last one.
+
+    The result has one more entry than ``sizes``.
+    """
     return [0, *accumulate(aligned(size) for size in sizes)]
 
 
 def shelf_fields(side: int, backward: bool, results: bool) -> list[Field]:
-    """Return the tensors of a shelf: its inputs, or its results."""
+    """Return the tensors of a shelf (a buffer of tokens that arrived together): its inputs, or its results.
+
+    ``side`` is ``QUERIES`` or ``KEYS``. Keys have no results in the forward.
+    """
     if results:
         kinds: tuple[Kind, ...] = (
             ((Kind.DKV,) if backward else ()) if side == KEYS else (Kind.DQ if backward else Kind.O,)
@@ -190,9 +204,9 @@ def field_sizes(side: int, backward: bool, results: bool, amount: int, shape: Sh
 
 
 def kept_starts(amounts: list[int], shape: Shape) -> list[int]:
-    """Return where the keys of each shelf begin in the memory that is kept for a backward, and where the last end.
+    """Return where each shelf's keys and values begin in the memory kept for a backward, and where the last end.
 
-    ``amounts`` are the rows x heads of the shelves.
+    ``amounts`` are the rows x heads of the shelves; offsets are in bytes.
     """
     return aligned_starts([aligned_starts(field_sizes(KEYS, False, False, a, shape))[-1] for a in amounts])
 
@@ -212,7 +226,11 @@ class _Tenant:
 
 
 def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator[_Tenant]:
-    """Yield the inputs and the results of each shelf that a rank receives in a pass."""
+    """Yield a tenant for the inputs and one for the results of each shelf that a rank receives in a pass.
+
+    A shelf is what arrives in one stage for the same heads, of queries or of keys. Keys that are kept for the backward
+    are left out, and keys have no results in the forward.
+    """
     program, inputs = plan.programs[mask][backward], pass_inputs(plan, mask, backward)
     arriving = inputs.take(inputs.target == rank)
     if len(arriving) == 0:
@@ -243,7 +261,8 @@ def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator
 def _uses(t: Transfers, rank: int) -> Iterator[tuple[bool, Transfers, Ints]]:
     """Yield (whether results are read, transfers, half slots) for the transfers that read from shelves of a rank.
 
-    Results that arrive to be added need no entry: the sum leaves later, which is an entry.
+    The half slot is when each transfer reads: ``2 s`` is when slot s takes in what arrived, ``2 s + 1`` when it posts
+    and computes. Results that arrive to be added need no entry: the sum leaves later, which is an entry.
     """
     output, others = t.is_output, t.owner != rank
     leaves = (t.source == rank) & (t.target != rank)
@@ -269,7 +288,7 @@ def _found_in(arriving: Transfers, pieces: Transfers) -> Ints:
 
 
 def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator[_Tenant]:
-    """Yield the messages that a rank sends and those it receives, for each stage of a pass."""
+    """Yield a tenant for the messages that a rank sends and one for those it receives, for each stage of a pass."""
     program = plan.programs[mask][backward]
     t, ahead = program.transfers, program.execution.ahead
     t = t.take(((t.source == rank) | (t.target == rank)) & (t.source != t.target))
@@ -309,7 +328,7 @@ def _side(t: Transfers) -> Ints:
 
 
 def _kept_keys(plan: Plan, rank: int, mask: int) -> int:
-    """Return the bytes of received keys that one layer keeps for its backward."""
+    """Return the bytes of received keys and values that one layer keeps on a rank for its backward."""
     if not plan.programs[mask][1].keys_kept:
         return 0
     inputs = pass_inputs(plan, mask, False)
@@ -329,7 +348,7 @@ def _saved(shape: Shape) -> int:
 
 
 def _results(shape: Shape, in_order: bool, once: bool) -> int:
-    """Return the bytes of one token's results before they are returned, in the direction that needs more.
+    """Return the bytes of one token's results before they are returned to the caller, in the direction that needs more.
 
     ``in_order`` says that the rank's tokens are in stream order, so that no reordered copies are needed; ``once`` says
     that dq is written once and never summed up.
@@ -344,9 +363,10 @@ def _results(shape: Shape, in_order: bool, once: bool) -> int:
 
 
 def _passing_gradients(shape: Shape, in_order: bool, once: bool) -> int:
-    """Return the bytes of one token's gradient of the output, and of the gradients rounded while sums still exist.
+    """Return the bytes of one token's gradient of the output, and of gradients rounded while their sums still exist.
 
-    Reordered copies do not exist any more at that time, and they were larger.
+    ``in_order`` and ``once`` are as in :func:`_results`. Reordered copies do not exist any more at that time, and they
+    were larger.
     """
     e, h, d, dv = shape.element_bytes, shape.heads, shape.head_dim, shape.v_head_dim
     rounds = e != shape.accumulator_bytes
@@ -355,7 +375,7 @@ def _passing_gradients(shape: Shape, in_order: bool, once: bool) -> int:
 
 
 def _needs_nobody(plan: Plan, rank: int, mask: int) -> bool:
-    """Return whether a rank neither sends nor receives anything, and every row of the batch sees a key."""
+    """Return whether a rank neither sends nor receives anything under a mask, and every row of the batch sees a key."""
     if any(((p.transfers.source == rank) | (p.transfers.target == rank)).any() for p in plan.programs[mask]):
         return False
     return _all_rows_see(plan, mask)
@@ -372,7 +392,7 @@ def _all_rows_see(plan: Plan, mask: int) -> bool:
 
 
 def _arriving_rows(plan: Plan, rank: int, mask: int) -> int:
-    """Return the number of rows that a rank receives as inputs, over both directions."""
+    """Return the number of rows (queries or keys) that a rank receives as inputs, forward and backward together."""
     inputs = [pass_inputs(plan, mask, backward) for backward in (False, True)]
     return int(sum((t.stop - t.start)[t.target == rank].sum() for t in inputs))
 
@@ -384,7 +404,10 @@ def _in_stream_order(placement: Placement, rank: int) -> bool:
 
 
 def _most_rows(plan: Plan, rank: int, mask: int) -> int:
-    """Return the rows x heads of the largest query shelf of the backward; own rows are a shelf too."""
+    """Return the rows x heads of the largest query shelf of the backward; the rank's own rows are a shelf too.
+
+    A shelf is what arrives in one stage for the same heads.
+    """
     inputs = pass_inputs(plan, mask, True)
     mine = inputs.take((inputs.target == rank) & (inputs.kind == Kind.Q))
     _, shelf = _groups(np.stack([mine.stage, mine.h0, mine.h1]))

@@ -29,7 +29,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Runs(Table):
-    """Ranges of the stream and the rank that keeps each; sorted by rank, and for each rank in its local order."""
+    """Tokens ``start`` to ``stop`` (exclusive) of the stream are kept by ``rank``; sorted by rank.
+
+    The runs of a rank are in its local order, in which its tensors hold them.
+    """
 
     rank: Ints
     start: Ints
@@ -40,7 +43,7 @@ class Runs(Table):
 class Regions(Table):
     """Parts of the work: ``rank`` computes rows ``q0..q1``, keys ``k0..k1``, query heads ``h0..h1`` of ``document``.
 
-    Only the pairs that the mask of the document allows are computed.
+    Ends are exclusive. Only the (query, key) pairs that the mask of the document allows are computed.
     """
 
     rank: Ints
@@ -55,7 +58,7 @@ class Regions(Table):
 
 @dataclass(frozen=True)
 class Traffic:
-    """How pieces travel.
+    """How pieces (ranges of tokens and heads) travel between ranks.
 
     With kind ``needed``, a rank receives exactly what it reads, from the owner; with ``relay``, keys that several ranks
     of another node read enter that node once. The other kinds are those of the static strategies. With ``ring``, all
@@ -93,7 +96,10 @@ class Wishes:
 
 
 class Kept(NamedTuple):
-    """The runs sorted by stream position; ``local`` is the place of a run's first token in its rank's kept order."""
+    """The runs sorted by stream position; ``local`` is the place of a run's first token in its rank's kept order.
+
+    Kept order is the order of a rank's tokens in the stream.
+    """
 
     start: Ints
     stop: Ints
@@ -105,9 +111,11 @@ class Kept(NamedTuple):
 class Placement:
     """The result of a planner: runs of the stream (documents, then ``pads``) and regions for each mask of the batch.
 
-    ``assemble_own`` says that the tokens of each rank are so scattered over the stream that even work on own tokens
-    waits for received tokens, so that all keys can first be put in stream order. ``note`` is the planner's explanation
-    of its choice; a note of ``auto`` begins with the name of the chosen strategy, followed by ": " or " (".
+    Runs say which rank keeps which tokens, regions which rank computes which part of attention, and ``pads`` is how
+    many tokens follow the documents. ``assemble_own`` says that the tokens of each rank are so scattered over the
+    stream that even work on own tokens waits for received tokens, so that all keys can first be put in stream order.
+    ``note`` is the planner's explanation of its choice; a note of ``auto`` begins with the name of the chosen strategy,
+    followed by ": " or " (".
     """
 
     batch: Batch
@@ -132,7 +140,7 @@ class Placement:
 
     @cached_property
     def kept(self) -> Kept:
-        """The runs in stream order."""
+        """The runs in stream order, each with the place of its first token among its rank's tokens."""
         order = np.argsort(self.runs.start, kind="stable")
         rank, start, stop = self.runs.rank[order], self.runs.start[order], self.runs.stop[order]
         by_rank = np.argsort(rank, kind="stable")
@@ -144,7 +152,11 @@ class Placement:
         return Kept(start, stop, rank, local)
 
     def owned_parts(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Cut stream ranges where the owner changes; return (range index, owner, start, stop), in kept order."""
+        """Cut stream ranges where the owner changes; return (range index, owner, start, stop), in kept order.
+
+        ``start`` and ``stop`` of the result count among the owner's tokens in stream order (the kept order), end
+        exclusive.
+        """
         kept = self.kept
         index, run = overlaps(start, stop, kept.start, kept.stop)
         move = kept.local[run] - kept.start[run]
@@ -153,7 +165,10 @@ class Placement:
         return index, kept.rank[run], first, last
 
     def stream_parts(self, owner: int, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Return the ascending stream ranges (starts, stops) of the tokens ``start..stop`` of an owner's kept order."""
+        """Return the ascending stream ranges (starts, stops) of the tokens ``start..stop`` of an owner's kept order.
+
+        Kept order is the order of the owner's tokens in the stream; ends are exclusive.
+        """
         kept = self.kept
         mine = kept.rank == owner
         begin, local = kept.start[mine], kept.local[mine]

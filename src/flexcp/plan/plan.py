@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 
 def digest(header: dict[str, Any], tables: Sequence[Table]) -> str:
-    """Return the hash of a header and tables, as 32 hexadecimal digits."""
+    """Return the hash of a header (JSON values) and tables, as 32 hexadecimal digits."""
     found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for table in tables:
         found.update(len(table).to_bytes(8, "little"))
@@ -49,10 +49,10 @@ class Plan:
     """The plan of one batch: immutable, hashable, printable, the same on every rank.
 
     ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy given to the planner
-    and ``strategy`` the one that placed the batch; they differ if ``requested`` is ``auto``. ``layout_given`` says that
-    the user fixed which rank keeps which tokens; like notes it is no part of the hash, because it does not change what
-    runs. ``print(plan)`` shows a picture of which rank computes what; ``repr(plan)`` and f-strings give one line, for
-    logs.
+    and ``strategy`` the one that placed the batch; they differ if ``requested`` is ``auto``, or ``usp`` without
+    degrees. ``layout_given`` says that the user fixed which rank keeps which tokens; like the planner's note it is no
+    part of the hash, because it does not change what runs. ``print(plan)`` shows a picture of which rank computes what;
+    ``repr(plan)`` and f-strings give one line, for logs.
     """
 
     shape: Shape
@@ -73,10 +73,10 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch (the requested one, or the choice of ``auto``), with its degree.
+        """The strategy that placed the batch: the requested one, or the choice of ``auto``.
 
-        For ``usp`` without degrees the chosen degrees are named, because they depend on heads and nodes, which tensor
-        parallelism changes.
+        For ``usp`` without degrees the chosen degrees are added (``usp:4,2`` has 4 ranks per ring position and 2
+        positions), because they depend on heads and nodes, which tensor parallelism changes.
         """
         if self.requested == "usp" and self.placement.traffic.groups:
             grid = self.placement.traffic.groups[0]
@@ -94,14 +94,14 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """The identity of the plan: two plans are equal exactly if their hashes are, on any rank, machine or CPU type.
+        """The identity of the plan, 32 hexadecimal digits: plans are equal exactly if their hashes are, on any machine.
 
         The hash also covers what was planned for: cluster, cost model and model, with their names.
         """
         return digest(self.header(), self.tables())
 
     def header(self) -> dict[str, Any]:
-        """Return the parts of the plan that are not tables, as plain JSON values."""
+        """Return what the hash covers besides tables, as plain JSON values."""
         return header(self)
 
     def tables(self) -> list[Table]:
@@ -134,13 +134,16 @@ class Plan:
         check_plan(self)
 
     def bytes(self, backward: bool = False, mask: int = 0) -> Ints:
-        """Return the bytes that each rank sends each other rank in one layer, ``[source, target]``."""
+        """Return the bytes that each rank sends each other rank in one layer, ``[source, target]``.
+
+        ``mask`` is the number of the layer's mask.
+        """
         from flexcp.plan.statistics import bytes_between
 
         return bytes_between(self, backward, mask)
 
     def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
-        """Return the bytes that cross between nodes in one layer."""
+        """Return the bytes that cross between nodes in one layer of mask number ``mask``, in one direction."""
         from flexcp.plan.statistics import bytes_between_nodes
 
         return bytes_between_nodes(self, backward, mask)
@@ -155,7 +158,7 @@ class Plan:
         return peers_of(self, rank)
 
     def work(self, mask: int = 0) -> Ints:
-        """Return the (query, key) pairs x query heads that each rank computes in one layer."""
+        """Return the (query, key) pairs x query heads that each rank computes in one layer of mask number ``mask``."""
         return self.placement.work(mask)
 
     def work_of_layers(self) -> Ints:
@@ -169,7 +172,9 @@ class Plan:
     ) -> Rounds:
         """Return the conflict-free rounds of one layer and their efficiency (:mod:`flexcp.plan.rounds`).
 
-        The result is cached for each set of arguments.
+        In a round, every rank sends to at most one rank and receives from at most one. ``chunk_bytes`` is the size into
+        which messages are cut (None: chosen for each exchange), and ``rounds_per_call`` how many rounds are posted
+        together (None: all). The result is cached for each set of arguments.
         """
         from flexcp.plan.rounds import plan_rounds
 
@@ -187,13 +192,17 @@ class Plan:
         """Return the bytes that attention needs on ``rank``, without allocating them (:mod:`flexcp.plan.memory`).
 
         ``kernel`` is the name of a kernel (``step.kernels``); without a name, the kernel that needs most is counted.
+        Raise ValueError if the plan has no such rank.
         """
         from flexcp.plan.memory import plan_memory
 
         return plan_memory(self, rank, kernel)
 
     def explain(self) -> str:
-        """Return one line about the strategy; for ``auto``, what it chose, over what, and by how much (simulated)."""
+        """Return one line on the strategy: what ``auto`` chose and by how much (simulated), or the planner's note.
+
+        Without a note it says that the strategy was asked for.
+        """
         from flexcp.plan.text import explanation
 
         return explanation(self)

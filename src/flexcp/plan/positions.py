@@ -15,7 +15,10 @@ from flexcp.masks import Mask, Tree
 
 
 def token_positions(batch: Batch, tokens: Ints) -> Ints:
-    """Return the position of each stream token in its document; raise if masks of the batch disagree about it."""
+    """Return the position of each stream token in its document.
+
+    Raise ValueError if masks of the batch disagree about it.
+    """
     if not batch.branches:
         return tokens - batch.starts[batch.document_of(tokens)]
     places = np.arange(batch.tokens) - np.repeat(batch.starts[:-1], batch.lengths)
@@ -29,7 +32,10 @@ def token_positions(batch: Batch, tokens: Ints) -> Ints:
 
 
 def agreed_tree(batch: Batch, document: int) -> Tree | None:
-    """Return the tree that a document is under all masks, or None if it is one sequence; raise if masks disagree."""
+    """Return the tree that a document is under all masks, or None if it is one sequence.
+
+    Raise ValueError if the masks disagree.
+    """
     by_mask = list(dict.fromkeys(batch.trees.get(document, ())))
     found = next((tree for tree in by_mask if tree is not None), None)
     if found is None:
@@ -41,7 +47,7 @@ def agreed_tree(batch: Batch, document: int) -> Tree | None:
 
 
 def _disagreeing(batch: Batch, document: int, about: str) -> ValueError:
-    """Return the error for a document whose masks disagree."""
+    """Return the error for a document whose masks disagree; ``about`` says what they disagree about."""
     named = ", ".join(f"{mask.name!r} ({mask.rule(document)})" for mask in batch.masks)
     return ValueError(
         f"document {document} has the masks {named}, which disagree about {about}; give all layers masks of one tree "
@@ -50,14 +56,14 @@ def _disagreeing(batch: Batch, document: int, about: str) -> ValueError:
 
 
 def refuse_branches(batch: Batch, what: str) -> None:
-    """Raise if a document of the batch branches, because ``what`` takes only one successor of a token."""
+    """Raise NotImplementedError if a document branches, because ``what`` takes only one successor of a token."""
     for document, by_mask in batch.branches.items():
         rule = next(m.rule(document) for m, depth in zip(batch.masks, by_mask, strict=True) if depth is not None)
         raise several_successors(document, rule, what)
 
 
 def refuse_order(batch: Batch, what: str) -> None:
-    """Raise if a document of the batch branches, because ``what`` is for layers that read tokens in stream order."""
+    """Raise NotImplementedError if a document branches, because ``what`` is for layers that read in stream order."""
     for document in batch.branches:
         raise NotImplementedError(
             f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: "

@@ -22,11 +22,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Transfers(Table):
-    """Pieces that travel: tokens ``start..stop`` of ``owner`` in kept order, heads ``h0..h1``.
+    """Pieces that travel: tokens ``start..stop`` of ``owner`` in kept order, heads ``h0..h1``, ends exclusive.
 
-    If the source of an input is not its owner, it forwards what it received earlier. An output carries the sum of all
-    that its source computed or received for the piece. If source and target are the same, a rank's own tokens enter its
-    arena, without traffic.
+    Kept order counts the owner's tokens in stream order. ``kind`` is a :class:`flexcp.shape.Kind`, and ``partial`` is 1
+    for a result to which other ranks contribute. If the source of an input is not its owner, it forwards what it
+    received earlier. An output carries the sum of all that its source computed or received for the piece. If source and
+    target are the same, a rank's own tokens enter its arena (the buffer of received tokens), without traffic.
     """
 
     stage: Ints
@@ -41,7 +42,7 @@ class Transfers(Table):
     partial: Ints
 
     def bytes(self, shape: Shape) -> Ints:
-        """Return the bytes that each transfer moves between ranks."""
+        """Return the bytes that each transfer moves between ranks; 0 if source and target are the same."""
         each = shape.bytes_per_token_head()[self.kind, self.partial]
         return np.where(self.source == self.target, 0, (self.stop - self.start) * (self.h1 - self.h0) * each)
 
@@ -53,6 +54,9 @@ class Transfers(Table):
 @dataclass(frozen=True, eq=False)
 class Program:
     """The transfers of one mask in one direction, sorted by stage, then source, then target.
+
+    There are ``stages`` slots: in slot s a rank waits for the transfers of stage s, posts later stages, and computes.
+    Work on own tokens can run from slot ``own_stage`` on.
 
     ``held[rank]`` is the share, in per mille, of a rank's work on its own rows and keys that waits until the slot after
     its last inputs, where it hides the transfers of results to other ranks. If ``held`` is empty, no work waits.

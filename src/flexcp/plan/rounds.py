@@ -9,8 +9,8 @@ port has chunks, which is the minimum. A *call* is a few consecutive rounds that
 A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. The *efficiency*
 of an exchange is the sum over rounds of the largest chunk, divided by the bytes of the busiest port: 1.0 if that port
 never waits, more if it does. Smaller chunks waste less time but start more messages. By default, messages stay whole,
-and the chunk size is halved only while the efficiency is above ``WORTH_PERMILLE`` and a chunk takes longer than its
-start-up.
+and the chunk size is halved only while the efficiency is above ``WORTH_PERMILLE``, a chunk takes longer than its
+start-up, and the largest message has at most ``MOST_CHUNKS`` chunks.
 
 All of this is integer arithmetic on the plan, so every rank finds the same rounds.
 """
@@ -32,7 +32,10 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 WORTH_PERMILLE = 1050
-"""Chunks are small enough if their rounds take at most this per mille of the busiest port's bytes."""
+"""Chunks are small enough if their rounds move at most this, per mille of the busiest port's bytes.
+
+What rounds move is the sum over rounds of the largest chunk.
+"""
 MOST_CHUNKS = 16
 """The largest message of an exchange is cut into at most this many chunks."""
 ALIGNMENT = 16
@@ -41,7 +44,10 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, eq=False)
 class Messages(Table):
-    """The messages of a program: ``size`` bytes from ``source`` to ``target`` in one exchange."""
+    """The messages of a program: ``size`` bytes from ``source`` to ``target`` in exchange number ``exchange``.
+
+    An exchange is all messages of one stage inside nodes, or all of one stage across nodes.
+    """
 
     exchange: Ints
     source: Ints
@@ -51,7 +57,7 @@ class Messages(Table):
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Table):
-    """Parts of messages: bytes ``start..stop`` of the message from ``source`` to ``target`` in an exchange.
+    """Parts of messages: bytes ``start`` to ``stop`` (exclusive) of the message from ``source`` to ``target``.
 
     ``exchange`` is a row of :class:`Exchanges`; rounds count from 0 in each exchange. Rows are sorted by exchange,
     round and source.
@@ -69,8 +75,9 @@ class Chunks(Table):
 class Exchanges(Table):
     """The exchanges of a program: the messages of one stage inside nodes (``across`` 0) or across nodes (1).
 
-    Every exchange moves at least one byte. ``spent`` is the sum over rounds of the largest chunk, ``port`` the bytes
-    that the busiest port sends or receives. Rows are sorted by stage and level.
+    Every exchange moves at least one byte. ``chunk_bytes`` is the largest chunk into which its messages are cut, and
+    ``rounds`` the number of conflict-free rounds. ``spent`` is the sum over rounds of the largest chunk, ``port`` the
+    bytes that the busiest port sends or receives. Rows are sorted by stage and level.
     """
 
     stage: Ints
@@ -88,7 +95,10 @@ class Exchanges(Table):
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The rounds of a program; ``rounds_per_call`` is how many of them are posted together (None: all)."""
+    """The rounds of a program; ``rounds_per_call`` is how many of them are posted together in one call (None: all).
+
+    In a round, every rank sends to at most one rank and receives from at most one.
+    """
 
     exchanges: Exchanges
     chunks: Chunks
@@ -108,7 +118,11 @@ def plan_rounds(
     chunk_bytes: int | None = None,
     rounds_per_call: int | None = None,
 ) -> Rounds:
-    """Return the rounds of every exchange of a program; without ``chunk_bytes`` a chunk size is chosen for each."""
+    """Return the rounds of every exchange of a program; without ``chunk_bytes`` a chunk size is chosen for each.
+
+    ``rounds_per_call`` is only recorded in the result. Raise ValueError if one of the two is not a whole number of at
+    least 1 or None.
+    """
     from flexcp.plan.compiled_rounds import in_rounds  # imported here because it loads Numba
 
     if chunk_bytes is not None:
@@ -133,10 +147,11 @@ def plan_rounds(
 
 
 def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Messages, Ints, Ints]:
-    """Return the messages of a program, and the stage and the level of each exchange.
+    """Return (the messages of a program, the stage of each exchange, the level of each exchange).
 
-    In an exchange, messages are sorted by the distance from source to target: every rank begins with its next
-    neighbour. If all ranks exchange messages of equal size, this order alone is conflict-free.
+    An exchange is the messages of one stage on one level: 0 inside nodes, 1 across nodes. In an exchange, messages are
+    sorted by the distance from source to target: every rank begins with its next neighbour. If all ranks exchange
+    messages of equal size, this order alone is conflict-free.
     """
     node, ranks = cluster.ranks_per_node, cluster.ranks
     stage, source, target, size = _joined(program.transfers, ranks, program.transfers.bytes(shape))
@@ -151,7 +166,10 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
 
 
 def _joined(transfers: Transfers, ranks: int, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Stage, source, target and bytes of all that one rank sends another in a stage, where that is anything."""
+    """Return (stage, source, target, bytes) of every message: all that one rank sends another in a stage.
+
+    ``size`` are the bytes of each transfer. Messages without bytes are left out.
+    """
     stage, source, target = transfers.stage, transfers.source, transfers.target
     pair = (stage * ranks + source) * ranks + target
     if not (pair[1:] >= pair[:-1]).all():  # a program's transfers are in order, unless somebody made it by hand
@@ -175,6 +193,6 @@ def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:
 
 
 def _check_count(name: str, value: int) -> None:
-    """Raise unless ``value`` is an integer of at least 1."""
+    """Raise ValueError unless ``value`` is an integer of at least 1; ``name`` names it in the error."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")

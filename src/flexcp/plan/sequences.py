@@ -1,8 +1,9 @@
 """Sequences of a batch: which token follows which, and which sequences contain each token, as NumPy arrays.
 
 A plain document is one sequence, and a tree has one sequence for each of its ends. Sequences are numbered document by
-document. Every token but the first of a path follows exactly one token. So an *edge* (a token and one of its next
-tokens) is identified by the next token. In ``by_end``, the sequences that contain a token are neighbours.
+document. Every token but the first of a sequence follows exactly one token. So an *edge* (a token and one of its next
+tokens) is identified by the next token. ``by_end`` lists the sequences so that those which contain the same token are
+neighbours.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from flexcp.plan.positions import agreed_tree, token_positions
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The sequences of a batch.
+    """The sequences of a batch: plain documents, and the paths through trees.
 
-    For stream token t, ``predecessors[t]`` is the token it follows (-1: none), ``depths[t]`` its depth, and
-    ``by_end[first[t] : first[t] + count[t]]`` are the sequences that contain it.
+    For stream token t, ``predecessors[t]`` is the token it follows (-1: none), ``depths[t]`` its place in every
+    sequence that contains it, from 0, and ``by_end[first[t] : first[t] + count[t]]`` are the sequences that contain it.
     """
 
     predecessors: Ints
@@ -44,7 +45,7 @@ class Sequences:
         return len(self.lengths)
 
     def path(self, sequence: int) -> Ints:
-        """Return the stream tokens of a sequence."""
+        """Return the stream tokens of a sequence, from its first to its last."""
         if sequence not in self.trees:
             return np.arange(self.lengths[sequence]) + int(self.starts[sequence])
         end, tree = self.trees[sequence]
@@ -56,7 +57,7 @@ class Sequences:
         return offsets(self.lengths)
 
     def pairs(self, tokens: Ints) -> tuple[Ints, Ints]:
-        """Return (position in ``tokens``, sequence) for every sequence that contains a listed token."""
+        """Return (index in ``tokens``, sequence) for every listed token and every sequence that contains it."""
         index, within = spread(self.count[tokens])
         return index, self.by_end[self.first[tokens][index] + within]
 
@@ -67,7 +68,7 @@ class Sequences:
 
 
 def batch_sequences(batch: Batch) -> Sequences:
-    """Return the sequences of a batch; raise if its masks disagree about them."""
+    """Return the sequences of a batch; raise ValueError if its masks disagree about them."""
     found = {document: agreed_tree(batch, document) for document in batch.trees}
     trees = {document: tree for document, tree in found.items() if tree is not None}
     counts = np.ones(batch.documents, np.int64)
@@ -98,6 +99,6 @@ def batch_sequences(batch: Batch) -> Sequences:
 
 
 def saved_tokens(batch: Batch) -> int:
-    """Return how many tokens the trees of a batch have less than their sequences together."""
+    """Return how many tokens the trees of a batch save: the tokens of all their sequences minus those of the trees."""
     found = (next(tree for tree in by_mask if tree is not None) for by_mask in batch.trees.values())
     return sum(max(0, int(tree.sequence_lengths.sum()) - tree.tokens) for tree in found)

@@ -1,11 +1,12 @@
 """Slots: the slot from which on each input of a pass is there, and the slot in which work runs.
 
-The executor, the simulator and the memory computation all use these rules:
+In slot s a rank waits for the messages of stage s, posts later stages, and computes. The executor, the simulator and
+the memory computation all use these rules:
 
 - Pieces of stage s are there from slot s on, a rank's own tokens from slot ``own_stage`` on. Keys that were kept from
   stage s of the forward are there from slot s - 1 on.
 - Work runs in the first slot in which its queries and its keys are there.
-- Held work runs in the slot after the rank's last inputs.
+- Held work (own work that a rank holds back to hide transfers of results) runs in the slot after its last inputs.
 
 Only :mod:`flexcp.plan.check` implements these rules a second time, so that it can find a mistake made here.
 """
@@ -25,7 +26,10 @@ Ints = NDArray[np.int64]
 
 
 def pass_inputs(plan: Plan, mask: int, backward: bool) -> Transfers:
-    """Return the q and kv pieces of a pass; their ``stage`` is the slot from which on they are there."""
+    """Return the q and kv pieces of a pass; their ``stage`` is the slot from which on they are there.
+
+    Keys that were kept from the forward are included.
+    """
     forward, program = plan.programs[mask][0].transfers, plan.programs[mask][backward]
     kind = program.transfers.kind
     found = program.transfers.take((kind == Kind.Q) | (kind == Kind.KV))
@@ -41,10 +45,11 @@ def work_slot(queries: Ints, keys: Ints) -> Ints:
 
 
 def held_slot(program: Program, last_input: Ints) -> Ints:
-    """Return the slot in which each rank runs its held work, from the stages of the ranks' last inputs (0: no inputs).
+    """Return the slot in which each rank runs its held work: the slot after its last inputs, or the last slot.
 
-    A rank without inputs runs its held work as if it had inputs of the first stage: stage 1, or slot 0 if the program
-    keeps keys.
+    ``last_input`` is the stage of each rank's last inputs (0: no inputs). A rank without inputs runs its held work as
+    if it had inputs of the first stage: stage 1, or slot 0 if the program keeps keys. Held work is own work that waits,
+    to hide transfers of results.
     """
     earliest = 0 if program.keys_kept else 1
     slot: Ints = np.minimum(np.maximum(last_input, earliest) + 1, program.stages - 1)

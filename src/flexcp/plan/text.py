@@ -33,7 +33,10 @@ def one_line(plan: Plan) -> str:
 
 
 def explanation(plan: Plan) -> str:
-    """Return one line about the strategy: what ``auto`` chose, over what and by how much, or the planner's note."""
+    """Return one line about the strategy: what ``auto`` chose, over what and by how much, or the planner's note.
+
+    Without a note it says that the strategy was asked for.
+    """
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
     if plan.requested == "auto":
@@ -63,7 +66,7 @@ def _title(plan: Plan) -> str:
 
 
 def _letter(ranks: Ints) -> str:
-    """Return the character for a cell of the picture that these ranks keep or compute."""
+    """Return the character for a cell of the picture that these ranks keep or compute, ``*`` for several."""
     if len(ranks) == 0:
         return "."
     return MANY if (ranks != ranks[0]).any() else DIGITS[int(ranks[0]) % len(DIGITS)]
@@ -119,7 +122,10 @@ def _rows(plan: Plan) -> list[str]:
 
 
 def _table(plan: Plan) -> list[str]:
-    """Return a line with tokens, work, bytes and memory for each rank, and a line of totals."""
+    """Return a line with tokens, work, bytes and memory for each rank (32 at most), and a line of totals.
+
+    Work is that of all layers; bytes are those of one layer of the first mask.
+    """
     work, tokens = plan.work_of_layers(), plan.placement.tokens
     forward, backward = plan.bytes(), plan.bytes(backward=True)
     mean = max(1.0, float(work.mean()))

@@ -13,7 +13,8 @@ Ints = NDArray[np.int64]
 def user_layout(layout: str | Sequence[Sequence[int]], tokens: int, ranks: int) -> tuple[Ints, ...] | None:
     """Return the stream tokens of each rank, from the name of a layout or from one index array per rank.
 
-    Return None for ``"free"``, which leaves the choice to the planner.
+    Names are ``"contiguous"`` and ``"zigzag"``. Return None for ``"free"``, which leaves the choice to the planner.
+    Raise ValueError for anything else, and unless the arrays hold every token exactly once.
     """
     if isinstance(layout, str):
         if layout == "free":

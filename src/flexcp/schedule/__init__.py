@@ -1,1 +1,1 @@
-"""The scheduler: it turns a placement into a plan, and predicts in closed form how long a placement takes."""
+"""The scheduler: turns a placement (which rank keeps and computes what) into a plan, and predicts how long it takes."""

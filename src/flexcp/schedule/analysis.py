@@ -1,10 +1,10 @@
 """Analysis: for each mask, what the ranks of a placement compute, read and move, and in how many stages.
 
-This is for placements with traffic of the kind ``needed``. Making a plan (:mod:`flexcp.schedule.transfers`) and
-predicting its time (:mod:`flexcp.schedule.predict`) both begin with this analysis, so a prediction is about the plan
-that would be made. The steps, in the order of the modules:
+This is for placements whose ``traffic.kind`` is ``"needed"`` (ranks receive exactly what they read). Making a plan
+(:mod:`flexcp.schedule.transfers`) and predicting its time (:mod:`flexcp.schedule.predict`) both begin with this
+analysis, so a prediction is about the plan that would be made. The steps, in this order:
 
-- the pairs of every rank (:mod:`~flexcp.schedule.work`)
+- the (query, key) pairs of every rank (:mod:`~flexcp.schedule.work`)
 - the pieces that it reads from others (:mod:`~flexcp.schedule.needs`)
 - the way these pieces travel (:mod:`~flexcp.schedule.routes`)
 - whether keys are kept for the backward
@@ -12,13 +12,13 @@ that would be made. The steps, in the order of the modules:
   (:mod:`~flexcp.schedule.stages`), stages with thin ends (:mod:`~flexcp.schedule.thin_ends`), or a stage inside nodes
   first (:mod:`~flexcp.schedule.inside_first`).
 
-Keys are kept for whole masks, in the order of masks: a mask's keys are kept only if what every rank receives in all
-layers of the mask fits into the memory that is left. So all ranks decide the same. If tokens are so scattered that they
-are assembled, keys always travel again.
+Keys (and their values) are kept for whole masks, in the order of masks: a mask's keys are kept only if what every rank
+receives in all layers of the mask fits into the memory that is left. So all ranks decide the same. If a placement's
+tokens are so scattered that they must be assembled first (``assemble_own``), keys always travel again.
 
 Keys that are relayed inside a node cross nodes only once, but the relay needs a stage of its own. If a placement may
-relay, it is analysed with and without relays, as if keys travelled again in the backward, and the faster way under
-contention is taken.
+relay, it is analysed with and without relays, as if keys travelled again in the backward, and the way with the shorter
+time under contention is taken (contention: transfers slow down the work beside them).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flexcp.shape import Shape
 
 
 class PassAnalysis(NamedTuple):
-    """One direction of a mask: the work of each rank in nanoseconds, what moves, and in which stages."""
+    """One direction of a mask: the work of each rank in nanoseconds, what moves, and the stages in which it moves."""
 
     work: Work
     moves: Moves
@@ -56,7 +56,11 @@ class PassAnalysis(NamedTuple):
 
 
 class MaskAnalysis(NamedTuple):
-    """One mask: what ranks read from others, whether they keep received keys for the backward, and both directions."""
+    """The analysis of one mask: what ranks read from others, whether they keep it, and both directions.
+
+    If ``keys_kept``, ranks keep received keys and values from the forward to the backward, so that they do not travel
+    again.
+    """
 
     needs: Needs
     keys_kept: bool
@@ -67,10 +71,10 @@ class MaskAnalysis(NamedTuple):
 def analyse(
     placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0, most_ahead: int = 2
 ) -> list[MaskAnalysis]:
-    """Return the analysis of every mask.
+    """Return the analysis of every mask of the batch, in order; ``placement.traffic.kind`` must be ``"needed"``.
 
-    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, over all layers. ``most_ahead`` is
-    how many slots ahead a stage may be posted.
+    ``keep_kv`` is how many bytes of received keys and values a rank may keep for the backward, over all layers.
+    ``most_ahead`` is the most slots by which the messages of a stage may be posted before the slot that waits for them.
     """
     relay = placement.traffic.relay and not placement.assemble_own
     left = np.full(placement.ranks, 0 if placement.assemble_own else keep_kv, np.int64)
@@ -105,9 +109,11 @@ def _staged(
     most_ahead: int,
     counted: tuple[Regions, Cuts, Pairs],
 ) -> MaskAnalysis:
-    """Return the analysis of a mask for given routes: what moves, and the stages that hide it.
+    """Return the analysis of a mask for given routes (``needs``): what moves, and the stages that hide it.
 
-    ``work`` is the work of each direction in nanoseconds; ``counted`` are the mask's regions, cuts and pairs.
+    ``work`` is the work of the forward and the backward in nanoseconds. ``keys_kept`` says that received keys and
+    values are kept for the backward. ``most_ahead`` is as in :func:`analyse`; ``counted`` are the mask's regions, their
+    slices and the counts of their (query, key) pairs.
     """
     moves = needed_moves(shape, needs, keys_kept)
     # Latents travel before all work (flexcp.schedule.execution), and on one node links are so fast that equal stages
@@ -133,9 +139,10 @@ def _staged(
 
 
 def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
-    """Return the analysis with the stages of one direction cut in another way, for masks where that might be faster.
+    """Return the analysis of all masks with the stages of one direction replaced, where other stages might be faster.
 
-    Return None if there is no such mask.
+    Return None if there is no such mask. Other stages are those that :func:`flexcp.schedule.stages.worth_simulating`
+    finds; masks for which it finds none stay as they are.
     """
     passes = [found.backward if backward else found.forward for found in masks]
     others = [worth_simulating(one.stages) for one in passes]
@@ -149,5 +156,5 @@ def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnaly
 
 
 def _contended_ns(found: MaskAnalysis) -> int:
-    """Return the time of the slowest rank under contention, forward and backward."""
+    """Return the nanoseconds of the slowest rank under contention, forward plus backward."""
     return found.forward.stages.contended_ns + found.backward.stages.contended_ns

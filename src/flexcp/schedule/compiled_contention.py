@@ -25,10 +25,11 @@ SLOW, ALONE, LINK = range(3)
 
 @compiled
 def together_ns(work, beside, start, across, rows, source, target):
-    """Return when the last rank is done.
+    """Return when the last rank is done, in nanoseconds.
 
-    ``work`` and ``beside`` (the transfers beside it) are ``[slot, rank]``. ``across[slot, rank]`` is 1 if all transfers
-    of a rank beside that slot cross nodes.
+    ``work`` and ``beside`` (the transfers beside it) are ``[slot, rank]`` in nanoseconds. ``across[slot, rank]`` is 1
+    if all transfers of a rank beside that slot cross nodes. ``start`` is when each rank begins, ``rows`` are the costs
+    of contention, and ``source[i]`` sends to ``target[i]``.
     """
     slots, ranks = work.shape
     begin, ready = start.copy(), np.zeros(ranks, np.int64)
@@ -49,10 +50,11 @@ def together_ns(work, beside, start, across, rows, source, target):
 
 @compiled
 def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, across, rows, source, target):
-    """Return the best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, ``held``).
+    """Return the best stages with thin ends: (when the last rank is done, ``borders[rank, border]``, ``held``).
 
     ``reads`` says which ranks read keys of others. ``limits`` are the number of parts of all inputs, the parts of the
     thinnest and of the thickest end, and the number of stages. ``shares`` are the shares to try (:func:`thin_ends`).
+    The other arguments and ``held`` are explained in the module's docstring.
     """
     ranks = len(own)
     first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -79,7 +81,7 @@ def inside_then_across(own, rest, near, again, at_keys, there, back, home, limit
     The result is (when the last rank is done, that number, ``held``). ``near`` is the share of ``rest`` that is on keys
     of the rank's own node, and ``again`` is the work of one more pass over rows that read keys from other nodes.
     ``there`` and ``back`` are ``[across, rank]``. ``limits`` are the number of parts that ``near`` is counted in and
-    the largest number of stages to try.
+    the largest number of stages to try. The other arguments are explained in the module's docstring.
     """
     whole, most = limits
     held = np.zeros(len(own), np.int64)
@@ -100,7 +102,8 @@ def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, 
     """Return (work, transfers beside it, whether these only cross nodes), all ``[slot, rank]``; write ``held``.
 
     The slots are those of :mod:`flexcp.schedule.inside_first` with ``count`` stages that cross nodes; ``whole`` is the
-    number of parts that ``near`` is counted in.
+    number of parts that ``near`` is counted in. ``near`` and ``again`` are as in :func:`inside_then_across`, the other
+    arguments are explained in the module's docstring.
     """
     slots = count + 3
     work, beside = np.zeros((slots, len(own)), np.int64), np.zeros((slots, len(own)), np.int64)
@@ -131,9 +134,11 @@ def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, 
 
 @compiled_inline
 def thin_ends(first, last, rest, at_keys, there, back, limits, share):
-    """Write how thick the first and the last stage of each rank are, in parts of all its inputs.
+    """Write to ``first`` and ``last`` how thick these stages of each rank are, in parts of all its inputs.
 
-    ``share`` is per mille of the thickness at which the work of an end would just hide the transfers beside it.
+    ``share`` is per mille of the thickness at which the work of an end would just hide the transfers beside it. With
+    only two stages, ``last`` is 0. ``limits`` are as in :func:`thinnest`; the other arguments are explained in the
+    module's docstring.
     """
     whole, least, most, count = limits
     for r in range(len(first)):
@@ -158,9 +163,9 @@ def as_thick_as_the_thickest(first, last, reads):
 
 @compiled_inline
 def write_borders(borders, first, last, reads, limits):
-    """Write where each rank's stages begin and end, in parts of all its inputs.
+    """Write where each rank's stages begin and end, in parts of all its inputs, to ``borders[rank, border]``.
 
-    A rank that reads no keys of others has everything in its first stage.
+    A rank that reads no keys of others has everything in its first stage. ``limits`` are as in :func:`thinnest`.
     """
     whole, _, _, count = limits
     for r in range(len(first)):
@@ -173,7 +178,10 @@ def write_borders(borders, first, last, reads, limits):
 
 @compiled_inline
 def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limits, way):
-    """Return (work, transfers beside it), both ``[slot, rank]``, for stages with thin ends; write ``held``."""
+    """Return (work, transfers beside it), both ``[slot, rank]``, for stages with thin ends; write ``held``.
+
+    ``reads`` and ``limits`` are as in :func:`thinnest`; the other arguments are explained in the module's docstring.
+    """
     whole, _, _, count = limits
     work, beside = np.zeros((count + 2, len(own)), np.int64), np.zeros((count + 2, len(own)), np.int64)
     for r in range(len(own)):
@@ -196,9 +204,9 @@ def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limit
 def held_back(own, first, last, way):
     """Return per mille of a rank's own work to hold back until after the stages.
 
-    ``first`` and ``last`` are how long transfers beside the first and the last share of own work take. The three ways
-    are: in proportion to both (0), as much as hides the last transfers (1), or all but what hides the first transfers
-    (2).
+    ``first`` and ``last`` are how many nanoseconds the transfers beside the first and the last share of own work take.
+    The three ways are: in proportion to both (0), as much as hides the last transfers (1), or all but what hides the
+    first transfers (2).
     """
     if way == 0:
         return 1000 * last // max(first + last, 1)
@@ -209,8 +217,9 @@ def held_back(own, first, last, way):
 
 @compiled_leaf
 def overlapped(work, beside, row):
-    """Return the time of one rank's work and the transfers beside it, like
-    :func:`flexcp.schedule.execution.overlapped_ns` but rounded down.
+    """Return the nanoseconds of one rank's work and the transfers beside it, from their times without each other.
+
+    The same as :func:`flexcp.schedule.execution.overlapped_ns`, but rounded down. ``row`` is (slow, alone, link).
     """
     if beside == 0:
         return work
@@ -224,8 +233,10 @@ def overlapped(work, beside, row):
 
 @compiled_leaf
 def best_margin(work, beside, across, rows):
-    """Return the margin with which the slowest rank finishes first; of equal ones, the one with the least time of all
-    ranks.
+    """Return the index of the margin with which the slowest rank finishes one slot first.
+
+    Of equal ones, it is the one with the least sum over all ranks. ``work``, ``beside`` and ``across`` are arrays over
+    ranks, ``rows`` is ``[across, margin]``.
     """
     best, least, least_sum = 0, -1, 0
     for margin in range(rows.shape[1]):

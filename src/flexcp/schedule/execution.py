@@ -1,5 +1,7 @@
-"""Execution: choose for every stage of a program how its messages are issued, how far ahead it is posted, and how many
-multiprocessors the work beside it leaves free.
+"""Execution: choose for every stage of a program how and how early its messages are issued, and how much room they get.
+
+A program runs in slots: in slot s a rank waits for the messages of stage s, posts messages of later stages, and
+computes. The room is the *margin*: how many multiprocessors the work beside the messages leaves free.
 
 The choice is made by cost, stage by stage, from two tables in nanoseconds: the work of every rank in every slot (in
 closed form, as in :mod:`flexcp.schedule.stages`) and how long every rank's ports need for every stage (from exact
@@ -17,8 +19,8 @@ bytes). The rules, in this order:
   beside it first; of equal ones the margin with the least time of all ranks, then the one that slows down work least,
   then the smallest. If no transfers are beside the slot, no multiprocessors are left free.
 
-With latents (:func:`flexcp.latent_attention`), all transfers come before the work: nothing is posted ahead and nothing
-is left free.
+With latents (:func:`flexcp.latent_attention`), all transfers come before the work: every stage is one call, nothing is
+posted ahead and nothing is left free.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 Sent = tuple[Messages, Ints, Ints]
-"""The result of :func:`flexcp.plan.rounds.find_messages`."""
+"""The messages of a program, the stage of each exchange and its level: see :func:`flexcp.plan.rounds.find_messages`."""
 WORTH_PERMILLE = 970
-"""A stage is posted two slots ahead if both slots then take less than this, per mille of their time otherwise."""
+"""A stage is posted two slots ahead if the two slots then take less than this, per mille of their time otherwise."""
 ROUNDS_TRIED = (1, 2, 4, 8, 16)
-"""The numbers of rounds per call that are tried."""
+"""The numbers of rounds per call that are tried; in a round, a rank sends to one rank and receives from one at most."""
 
 
 def with_execution(
@@ -61,10 +63,12 @@ def with_execution(
     early: int = 0,
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
-    """Return the program with its execution chosen.
+    """Return the program with its execution chosen: how each stage's messages are issued, how early, and the margins.
 
-    ``work[rank, slot]`` is in nanoseconds. ``most_ahead`` is how many slots ahead a stage may be posted. Stage
-    ``early``, if not 0, is posted two slots ahead in any case, and all others one.
+    ``work[rank, slot]`` is in nanoseconds. ``most_ahead`` is the most slots by which the messages of a stage may be
+    posted before the slot that waits for them. If the program has a stage ``early`` (0: none), that stage is posted two
+    slots ahead in any case, and all others one. ``wishes.rounds_per_call``, if not 0, is used for every stage. With
+    latents, nothing of this is looked at: see the module.
     """
     stages = program.stages
     if wishes.rounds_per_call or not cost.crowding:
@@ -92,12 +96,13 @@ def with_execution(
 
 
 def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int, link: Ints | int) -> Ints:
-    """Return the time until work and the transfers beside it are both done, if they begin together.
+    """Return the nanoseconds until work and the transfers beside it are both done, if they begin together.
 
-    ``slow`` and ``alone`` are how long work takes beside a transfer and without one, ``link`` is the speed of a
-    transfer beside work, all per mille. Work without transfers, and transfers without work, take their own time. A
-    transfer that begins beside work keeps its lower speed after the work is done, because its thread blocks stay on the
-    multiprocessors on which they found room.
+    ``work`` and ``beside`` are the nanoseconds of each without the other. ``slow`` and ``alone`` are how long work
+    takes while transfers are under way and after they are done, per mille of ``work``; ``link`` is the speed of a
+    transfer beside work, per mille of its full speed. Work without transfers, and transfers without work, take their
+    own time. A transfer that begins beside work keeps its lower speed after the work is done, because its thread blocks
+    stay on the multiprocessors on which they found room.
     """
     linked = -(-beside * 1000 // link)
     computed = -(-work * slow // 1000)
@@ -107,8 +112,9 @@ def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int,
 
 
 class Rows(NamedTuple):
-    """A cost model's contention in one direction: the arguments of :func:`overlapped_ns` as ``[margin, rank, slot]``,
-    for every one of its ``margins``.
+    """A cost model's contention in one direction: arguments of :func:`overlapped_ns` as ``[margin, rank, slot]``.
+
+    A margin is a number of multiprocessors that work leaves free; the first axis follows ``margins``.
     """
 
     margins: tuple[int, ...]
@@ -117,7 +123,7 @@ class Rows(NamedTuple):
     link: Ints
 
     def of(self, slots: slice) -> Rows:
-        """Return the same rows for some of the slots."""
+        """Return the same rows for a slice of the slots."""
         return Rows(self.margins, *(column[:, :, slots] for column in self[1:]))
 
     def overlapped_ns(self, work: Ints, beside: Ints) -> Ints:
@@ -126,7 +132,7 @@ class Rows(NamedTuple):
 
 
 def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) -> Rows:
-    """Return the cost model's rows for every rank and slot.
+    """Return the cost model's contention for every margin, rank and slot.
 
     ``across[rank, slot]`` says whether all transfers of a rank beside a slot cross nodes.
     """
@@ -138,8 +144,9 @@ def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) 
 
 
 def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.bool_]:
-    """Return ``[rank, stage]``: whether all messages of a rank in a stage, if it has any, are with ranks of other
-    nodes.
+    """Return ``[rank, stage]``: whether all messages of a rank in a stage are with ranks of other nodes.
+
+    This is also True for a rank without messages. ``sent`` is what :func:`flexcp.plan.rounds.find_messages` returned.
     """
     messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
@@ -152,7 +159,8 @@ def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.b
 def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel) -> Ints:
     """Return ``[rank, stage]``: how long the busiest port of a rank, or of a rank that sends to it, needs for a stage.
 
-    The start of the messages is included.
+    The result is in nanoseconds and includes the start of the messages. ``sent`` is what
+    :func:`flexcp.plan.rounds.find_messages` returned.
     """
     messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
@@ -175,7 +183,11 @@ def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel
 
 
 def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
-    """Return ``[rank, slot]`` in nanoseconds: own work first, then the work of each input stage, held work last."""
+    """Return the work ``[rank, slot]`` of a program with needed traffic, in nanoseconds.
+
+    Slot ``own_stage`` has the own work that is not held back, the slot of each input stage the work on its keys, and
+    the slot after a rank's last inputs the own work that is held back.
+    """
     number = stages.number
     begin = 0 if program.keys_kept else 1
     found = np.zeros((len(number), max(program.stages, begin + stages.borders.shape[1] - 1)), np.int64)
@@ -192,9 +204,10 @@ def static_work_ns(
 ) -> tuple[Ints, Ints]:
     """Return the work ``[rank, slot]`` of a static method, forward and backward, in nanoseconds.
 
-    ``stages`` are the numbers of stages of the forward and the backward. The work of a group's documents is spread
-    evenly over its ranks, and the work of a rank evenly over the positions of its ring. If heads are exchanged first, a
-    rank computes during the exchange what it can from its own tokens. A gather brings all other keys at once.
+    ``mask`` is the number of a mask, and ``stages`` are the numbers of stages of the forward and the backward. The work
+    of a group's documents is spread evenly over its ranks, and the work of a rank evenly over the positions of its
+    ring. If heads are exchanged first, a rank computes during the exchange what it can from its own tokens. A gather
+    brings all other keys at once.
     """
     groups = placement.traffic.groups
     group_of = np.zeros(placement.ranks, np.int64)
@@ -235,7 +248,10 @@ def static_work_ns(
 
 
 def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
-    """Return the margin of each slot."""
+    """Return the margin of each slot: how many multiprocessors its work leaves free for the transfers beside it.
+
+    ``work`` and ``beside`` (the transfers) are ``[rank, slot]`` in nanoseconds.
+    """
     margin = np.full(work.shape[1], rows.margins[0], np.int64)
     if len(rows.margins) == 1 or not beside.any():
         return margin
@@ -252,8 +268,10 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
 
 
 def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
-    """Return ``[margin, 3, slot]``: the time of the slowest rank, the sum over all ranks, and the sum of their work
-    alone as transfers slow it down.
+    """Return ``[margin, 3, slot]``: three times by which margins are compared, in nanoseconds.
+
+    They are the time of the slowest rank, the sum over all ranks, and the sum of their work alone as transfers slow it
+    down.
     """
     ns = rows.overlapped_ns(work, beside)
     slowed = np.where(beside > 0, work * rows.slow // 1000, work)
@@ -261,12 +279,16 @@ def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
 
 
 def _least_ns(work: Ints, beside: Ints, rows: Rows) -> int:
-    """Return the time of some slots under their best margins; each slot takes as long as its slowest rank."""
+    """Return the nanoseconds of some slots under their best margins; each slot takes as long as its slowest rank."""
     return int(rows.overlapped_ns(work, beside).max(axis=1).min(axis=0).sum())
 
 
 def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tuple[Ints, Ints]:
-    """Return (how far ahead each stage is posted, the transfers beside each slot ``[rank, slot]`` that result)."""
+    """Return (how many slots ahead each stage is posted: 1 or 2, the transfers that are then beside each slot).
+
+    ``work`` and ``beside`` (the transfers, if every stage is posted one slot ahead) are ``[rank, slot]`` in
+    nanoseconds, and so is the second result.
+    """
     t = program.transfers
     moves = t.source != t.target
     bound = np.zeros(program.stages, bool)
@@ -290,7 +312,10 @@ def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tup
 
 
 def _rounds_per_call(program: Program, shape: Shape, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return the number of rounds per call for each stage, or 0 if a single call is as fast."""
+    """Return the number of rounds per call for each stage, or 0 for a stage that is fastest as a single call.
+
+    In a round, each rank sends to at most one rank and receives from at most one.
+    """
     messages, stages, levels = find_messages(program, shape, cluster)
     at = messages.exchange * cluster.ranks + messages.target
     count, size = (

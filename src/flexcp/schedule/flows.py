@@ -1,8 +1,9 @@
 """Flows: the bytes from rank to rank, forward and backward, and how long it takes to exchange them.
 
 These are the same bytes that the plan's transfers would move, counted without making the transfers. Every rank has a
-port inside its node and a port across nodes; both work at the same time and in both directions. A grouped exchange
-takes a rank as long as the busiest port among itself and the ranks that send to it.
+port inside its node and a port across nodes; both work at the same time and in both directions. An exchange in which
+all messages are issued together takes a rank as long as the busiest port among its own and those of ranks that send to
+it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class Flows(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What moves in one direction of one layer, by the time at which it moves.
+    """What moves in one direction (forward or backward) of one layer, by the time at which it moves.
 
-    ``relays`` pass inputs on inside a node; ``relayed`` are the gradients of these inputs on their way back to the rank
-    that passed them on. ``gradients`` of keys leave when the work on those keys is done, ``outputs`` when all work is
-    done. ``kv_hops`` and ``dkv_hops`` are the hops of rings, with one flow per link for all hops of a pass.
+    ``inputs`` come from their owners. ``relays`` pass inputs on inside a node; ``relayed`` are the gradients of these
+    inputs on their way back to the rank that passed them on. ``gradients`` of keys leave when the work on those keys is
+    done, ``outputs`` when all work is done. ``kv_hops`` and ``dkv_hops`` are what keys and their gradients move around
+    rings, with one flow per link for all hops of a pass.
     """
 
     inputs: Flows
@@ -57,7 +59,7 @@ class Moves(NamedTuple):
 
 
 def join_flows(parts: Sequence[Flows]) -> Flows:
-    """Return all flows of the parts, without flows that stay on their rank or have no bytes."""
+    """Return all flows of the parts in one table, without flows from a rank to itself or of 0 bytes."""
     some = [part for part in parts if len(part.size)]
     if not some:  # happens a hundred times in one call of auto
         return Flows(*np.zeros((3, 0), np.int64))
@@ -67,15 +69,12 @@ def join_flows(parts: Sequence[Flows]) -> Flows:
 
 
 def static_moves(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
-    """Return what moves in the forward and in the backward of a gather or of rings, the same bytes as in the plan's
-    transfers.
-    """
+    """Return what moves in the forward and in the backward of a placement whose traffic is a gather or rings."""
     return _gathered(placement, shape) if placement.traffic.kind == "gather" else _passed_round(placement, shape)
 
 
 def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
-    """Return what moves in the forward and in the backward with needed traffic, the same bytes as in the plan's
-    transfers.
+    """Return what moves in the forward and in the backward of a placement whose traffic is of the kind ``"needed"``.
 
     With ``keys_kept``, keys do not travel again in the backward.
     """
@@ -103,8 +102,9 @@ def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Mo
 
 
 def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
-    """Return the moves of a gather: all keys of a group to all its ranks, and in the backward every rank's partial dkv
-    back.
+    """Return the moves of a gather, forward and backward: all keys of a group go to all its ranks.
+
+    In the backward they go again, and every rank's partial gradients of them (dkv) return to the owners.
     """
     each = shape.bytes_per_token_head() * shape.kv_heads
     none = join_flows([])
@@ -121,8 +121,10 @@ def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
 
 
 def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
-    """Return the moves of rings: heads are exchanged inside each ring position, keys travel from position to position,
-    and dkv follows them.
+    """Return the moves of rings, forward and backward.
+
+    Heads are exchanged between the ranks of each ring position, keys travel from position to position, and in the
+    backward their gradients (dkv) follow them.
     """
     each = shape.bytes_per_token_head()
     forward: list[Moves] = []
@@ -156,14 +158,14 @@ def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
 
 
 class Ports(NamedTuple):
-    """Bytes through each rank's ports, ``[across nodes, rank]``."""
+    """Bytes through each rank's ports, each ``[level, rank]``; level 0 is inside the node, level 1 across nodes."""
 
     sent: Ints
     received: Ints
 
 
 def through_ports(flows: Flows, cluster: Cluster) -> Ports:
-    """Return the bytes that flows move through each rank's ports."""
+    """Return the bytes that the flows send and receive through each rank's ports."""
     across = flows.source // cluster.ranks_per_node != flows.target // cluster.ranks_per_node
     level = across * cluster.ranks
     size = 2 * cluster.ranks
@@ -172,8 +174,10 @@ def through_ports(flows: Flows, cluster: Cluster) -> Ports:
 
 
 def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return the time of each rank in a grouped exchange: the busiest port among its own and those of ranks that send
-    to it, plus the start of its messages.
+    """Return the nanoseconds of each rank in an exchange whose messages are all issued together.
+
+    This is the time of the busiest port among its own and those of ranks that send to it, plus the start of its
+    messages.
     """
     ranks = cluster.ranks
     if len(flows.size) == 0:
@@ -188,6 +192,9 @@ def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
 
 
 def ports_ns(size: Ints, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return the time of ``size[across nodes, rank]`` bytes through each rank's two ports, which work in parallel."""
+    """Return the nanoseconds that ``size[level, rank]`` bytes need through each rank's two ports.
+
+    Level 0 is the port inside the node, level 1 the port across nodes; the two work in parallel.
+    """
     inside = cost.link_ns(size[0], cluster.intra_mbps)
     return inside if cluster.nodes == 1 else np.maximum(inside, cost.link_ns(size[1], cluster.inter_mbps))

@@ -1,5 +1,6 @@
-"""Inside first: a way to cut a pass into stages. The first stage brings everything that comes from the same node; the
-stages after it bring what crosses nodes, beside work that hides it.
+"""Inside first: a way to cut a pass into stages, the first of which brings everything that comes from the same node.
+
+The stages after it bring what crosses nodes, beside work that hides it.
 
 Transfers inside a node are fast, but slow down the work beside them a lot, because that work leaves many
 multiprocessors to them. Transfers that only cross nodes are slow and cost the work beside them little
@@ -41,8 +42,8 @@ Ints = NDArray[np.int64]
 class NodeWork(NamedTuple):
     """How each rank's work on received keys is divided between keys of its own node and keys of other nodes.
 
-    ``near`` is the share of the work on keys of its own node, in ``PARTS``; ``again`` is the work of one more pass over
-    the rows that also read keys of other nodes.
+    ``near`` is the share of the work on keys of its own node, in parts of ``PARTS``; ``again`` is the work of one more
+    pass over the rows that also read keys of other nodes, in (query, key) pairs x query heads.
     """
 
     near: Ints
@@ -52,7 +53,11 @@ class NodeWork(NamedTuple):
 def node_work(
     needs: Needs, placement: Placement, regions: Regions, cuts: Cuts, pairs: Pairs, cluster: Cluster, cost: CostModel
 ) -> NodeWork | None:
-    """Return how work is divided between keys of the own node and of other nodes; None if such stages make no sense."""
+    """Return how work is divided between keys of the own node and of other nodes.
+
+    Return None if a pass cannot be cut in this way: keys are relayed, queries cross nodes, no keys travel, or all that
+    travels are keys that cross nodes.
+    """
     keys, size = needs.keys.first, cluster.ranks_per_node
     crossing = keys.owner // size != keys.rank // size
     if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
@@ -82,9 +87,11 @@ def inside_first(
     backward: bool,
     rest_of_layer: Ints,
 ) -> Stages:
-    """Return the fastest stages of this kind, with their time under contention.
+    """Return the fastest stages of which the first brings everything from the same node.
 
-    ``rest_of_layer`` is how long each rank computes before its attention begins.
+    ``work`` is in nanoseconds. ``rest_of_layer`` is how many nanoseconds each rank computes before its attention
+    begins. ``contended_ns`` of the result is its time under contention. Its ``ns`` has no meaning;
+    :func:`flexcp.schedule.stages.faster_way` sets it.
     """
     from flexcp.schedule.compiled_contention import inside_then_across
 
@@ -103,7 +110,7 @@ def inside_first(
 
 
 def _by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return ``[across, rank]``: how long the flows inside nodes (0) and across nodes (1) take each rank."""
+    """Return ``[across, rank]``: nanoseconds that the flows inside nodes (0) and across nodes (1) take each rank."""
     size = cluster.ranks_per_node
     across = flows.source // size != flows.target // size
     ways = [Flows(*(column[way] for column in flows)) for way in (~across, across)]

@@ -1,8 +1,8 @@
 """Needs: the tokens of other ranks that each rank's regions read, exact to the token and the head.
 
 A rank reads the rows and the keys of its regions' slices. What it does not keep itself is a *piece* of the rank that
-keeps it. A piece is cut where the number of ranks that read its tokens changes between one and several, because a
-result to which several ranks contribute travels as a partial result.
+keeps it, the owner. A piece is cut where the number of ranks that read its tokens changes between one and several,
+because a result to which several ranks contribute travels as a partial result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Ints = NDArray[np.int64]
 def needed_pieces(
     placement: Placement, shape: Shape, regions: Regions, cuts: Cuts, pairs: Pairs
 ) -> tuple[Pieces, Pieces]:
-    """Return (query pieces, key pieces) that ranks read from others, or also from themselves if own tokens are
-    assembled.
+    """Return (query pieces, key pieces) that ranks read from others.
+
+    If the placement assembles its own tokens (``assemble_own``), pieces that ranks read from themselves are included.
     """
     # If all rows and keys of a document's regions are on their own ranks, nothing of it moves; most are like that.
     travels = np.zeros(placement.batch.documents, bool)
@@ -39,8 +40,10 @@ def needed_pieces(
 
 
 class _Reads(NamedTuple):
-    """Ranges of the stream that ranks read; ``head`` is the number of an elementary head range, from ``borders[head]``
-    to ``borders[head + 1]``.
+    """Ranges of the stream that ranks read: ``rank`` reads tokens ``start..stop`` of head range ``head``.
+
+    Head range h is the heads ``borders[h]`` to ``borders[h + 1]``. All ends are exclusive. The borders are all heads at
+    which a read begins or ends.
     """
 
     rank: Ints
@@ -51,7 +54,7 @@ class _Reads(NamedTuple):
 
 
 def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
-    """Return (rows, keys) that each rank's regions read."""
+    """Return (rows, keys) that each rank's regions read, the rows in query heads and the keys in KV heads."""
     rank, h0, h1 = (column[cuts.region] for column in (regions.rank, regions.h0, regions.h1))
     g0, g1 = shape.kv_range(h0, h1)
     sides = []
@@ -66,10 +69,10 @@ def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Table):
-    """What ranks read of others' tokens.
+    """What ranks read of others: ``rank`` reads tokens ``start..stop`` and heads ``h0..h1`` of ``owner``.
 
-    ``partial`` says that several ranks read these tokens and heads, so that the results of each of them are only a part
-    of the sum.
+    Ends are exclusive. Tokens are numbered by their place among the owner's tokens in stream order. ``partial`` is 1 if
+    several ranks read these tokens and heads, so that the result of each is only a part of the sum, and 0 otherwise.
     """
 
     rank: Ints
@@ -112,7 +115,10 @@ def _pieces(placement: Placement, reads: _Reads) -> Pieces:
 
 
 def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, partial: Ints, borders: Ints) -> Ints:
-    """Return the columns of pieces, with pieces of the same tokens in adjacent elementary head ranges joined."""
+    """Return the columns of :class:`Pieces`, with pieces of the same tokens in adjacent head ranges joined.
+
+    ``head`` is the number of a head range between two neighbours of ``borders``.
+    """
     order = np.lexsort((head, partial, stop, start, owner, rank))
     columns = np.stack([rank, owner, start, stop, head, partial])[:, order]
     same = np.all(columns[[0, 1, 2, 3, 5], 1:] == columns[[0, 1, 2, 3, 5], :-1], axis=0)

@@ -52,9 +52,9 @@ Ints = NDArray[np.int64]
 class Prediction:
     """What a step is predicted to cost, forward and backward.
 
-    ``attention_ns``, ``exposed_ns`` and ``linear_ns`` are times of each rank over all layers. ``moves`` are those of
-    one layer of each mask, forward then backward; ``sent`` and ``received`` are their bytes,
-    ``[mask, backward, across nodes, rank]``.
+    For each rank over all layers, in nanoseconds: ``attention_ns`` is what it computes in attention, ``exposed_ns`` how
+    long it waits for messages there, and ``linear_ns`` the rest of the layers. ``moves`` are what moves in one layer of
+    each mask, forward then backward, mask by mask.
     """
 
     attention_ns: Ints
@@ -65,22 +65,28 @@ class Prediction:
 
     @property
     def sent(self) -> Ints:
-        """Bytes that each rank sends, ``[mask, backward, across nodes, rank]``."""
+        """Bytes that each rank sends in one layer, ``[mask, backward, level, rank]``.
+
+        Level 0 is inside nodes, level 1 across nodes.
+        """
         return self._bytes("sent")
 
     @property
     def received(self) -> Ints:
-        """Bytes that each rank receives, ``[mask, backward, across nodes, rank]``."""
+        """Bytes that each rank receives in one layer, ``[mask, backward, level, rank]``.
+
+        Level 0 is inside nodes, level 1 across nodes.
+        """
         return self._bytes("received")
 
     def _bytes(self, way: str) -> Ints:
-        """Return the bytes through all ports, ``way`` being "sent" or "received"."""
+        """Return the bytes through all ports, ``[mask, backward, level, rank]``; ``way`` is "sent" or "received"."""
         found = [getattr(through_ports(moves.everything, self.cluster), way) for moves in self.moves]
         return np.reshape(found, (-1, 2, 2, self.cluster.ranks))
 
     @property
     def rank_ns(self) -> Ints:
-        """The time of each rank."""
+        """The nanoseconds of each rank."""
         return self.attention_ns + self.exposed_ns + self.linear_ns
 
     @property
@@ -90,7 +96,7 @@ class Prediction:
 
     @property
     def total_ns(self) -> int:
-        """The time of the step, which is that of its slowest rank."""
+        """The nanoseconds of the step, which are those of its slowest rank."""
         return int(self.rank_ns.max())
 
     @property
@@ -120,8 +126,9 @@ def predict(
 ) -> Prediction:
     """Return the predicted time of one step of this placement.
 
-    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, over all layers. ``analysis`` is
-    the result of :func:`flexcp.schedule.analysis.analyse` for a placement with needed traffic, if the caller has it.
+    ``keep_kv`` is how many bytes of received keys and values a rank may keep for the backward, over all layers.
+    ``analysis`` is what :func:`flexcp.schedule.analysis.analyse` returned; without it, it is computed here, with stages
+    posted up to two slots ahead. Both are used only if ``placement.traffic.kind`` is ``"needed"``.
     """
     if placement.traffic.kind == "needed":
         times = _needed_times(analysis or analyse(placement, shape, cluster, cost, keep_kv))
@@ -139,7 +146,10 @@ def predict(
 
 
 class _PassTime(NamedTuple):
-    """One layer's attention in one direction: compute of each rank, its whole time including waits, and what moves."""
+    """One layer's attention in one direction, of each rank: nanoseconds that it computes and in all, and what moves.
+
+    ``busy`` is compute; ``ns`` also includes waits.
+    """
 
     busy: Ints
     ns: Ints
@@ -153,8 +163,9 @@ def _needed_times(masks: list[MaskAnalysis]) -> list[list[_PassTime]]:
 
 
 def _static_times(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel) -> list[list[_PassTime]]:
-    """Return the times of forward and backward for every mask under a static method, which keeps no keys for the
-    backward.
+    """Return the times of forward and backward for every mask under a static method.
+
+    Static methods keep no keys for the backward.
     """
     rings, moves = rings_of(placement), static_moves(placement, shape)
     times = []
@@ -175,13 +186,16 @@ def _static_times(placement: Placement, shape: Shape, cluster: Cluster, cost: Co
 
 
 def _hop_spans(by_hop: Ints, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool) -> Ints:
-    """Return the nanoseconds of the work of each hop, ``[rank, hop]``, including the start of each kernel."""
+    """Return the nanoseconds of the work of each hop, ``[rank, hop]``, including the start of each kernel.
+
+    ``by_hop`` is that work in (query, key) pairs x query heads, ``[rank, hop]``.
+    """
     spans = np.stack([cost.attention_ns(work, shape, cluster, backward) for work in by_hop.T], axis=1)
     return spans + cost.kernel_ns * (by_hop > 0)
 
 
 def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
-    """Return the time of each rank, at least that of the ranks that compute results for it."""
+    """Return the time of each rank, raised to that of the slowest rank that computes results for it."""
     home = join_flows([moves.relayed, moves.dkv_hops, moves.gradients, moves.outputs])
     found = ns.copy()
     np.maximum.at(found, home.target, ns[home.source])
@@ -203,8 +217,9 @@ def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, h
 
 
 def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
-    """Return for each mask the least work of every document in pairs x query heads: its area and its row tiles, without
-    cuts.
+    """Return for each mask the least work of every document, in (query, key) pairs x query heads.
+
+    This is the document's pairs and its row tiles, each once, as if it were not cut.
     """
     documents = np.arange(batch.documents, dtype=np.int64)
     found = []
@@ -218,7 +233,10 @@ def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
 
 
 def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return the time of each rank for one layer's attention in one direction, including waits."""
+    """Return the nanoseconds of each rank for one layer's attention in one direction, including waits.
+
+    ``work`` is in nanoseconds.
+    """
     own, rest = work.own, work.rest
     there = exchange_ns(moves.inputs, cluster, cost)
     home = exchange_ns(moves.outputs, cluster, cost)
@@ -245,9 +263,9 @@ def _is_uneven(mask: LayerMask) -> bool:
 
 
 def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
-    """Return the time of each rank for one layer's attention in one direction around rings, including waits.
+    """Return the nanoseconds of each rank for one layer's attention in one direction around rings, including waits.
 
-    ``spans[rank, hop]`` is the work of each hop.
+    ``spans[rank, hop]`` is the work of each hop in nanoseconds.
     """
     keys, grads, both = _hops_ns(moves, rings, cluster, cost)
     if len(moves.dkv_hops.size) == 0:
@@ -267,7 +285,10 @@ def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: 
 
 
 def _hops_ns(moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> tuple[Ints, Ints, Ints]:
-    """Return the time of one hop of keys, of gradients and of both together, for the slowest link of a rank's group."""
+    """Return the nanoseconds of one hop of keys, of gradients and of both together.
+
+    Each is an array over ranks: the time of the slowest link in the rank's group.
+    """
     hops = np.maximum(rings.positions - 1, 1)
     keys, grads = (through_ports(flows, cluster).received for flows in (moves.kv_hops, moves.dkv_hops))
     found = []

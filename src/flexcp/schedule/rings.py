@@ -1,8 +1,8 @@
 """Rings: the place of each rank in the groups of a static method, and the work that each hop of a ring brings.
 
-What the ranks of one ring position keep is at home on all of them. Work on the keys of other positions comes hop by
-hop: :func:`count_static_pairs` counts its pairs and how many hops bring some, and :func:`hop_work` counts it for every
-hop separately, for masks under which hops differ.
+A group is a grid ``[ring position][head group]`` of ranks. What the ranks of one ring position keep is at home on all
+of them. Work on the keys of other positions comes hop by hop: :func:`count_static_pairs` counts its pairs and how many
+hops bring some, and :func:`hop_work` counts it for every hop separately, for masks under which hops differ.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flexcp.schedule.work import Cuts, Homes, Pairs, count_pairs, cut_regions, h
 
 Ints = NDArray[np.int64]
 MOST_HOP_PARTS = 100_000
-"""The most parts that :func:`hop_work` counts, which takes about 30 ms."""
+"""The most parts that :func:`hop_work` counts; counting so many takes about 30 ms."""
 
 
 class Rings(NamedTuple):
     """The place of each rank in the groups of a static method.
 
     ``positions`` is the number of ring positions in its group, ``position`` and ``group`` are labels of its position
-    and its group, ``number`` is the place of its position in the ring, and ``before`` is the rank that its keys come
-    from. Keys go from each position to the next. Ranks of one position have each other's keys before the ring turns. If
-    there are no rings, ``turn`` is False and every rank is a position of its own.
+    and its group (their first ranks), ``number`` is the place of its position in the ring, and ``before`` is the rank
+    that its keys come from. Keys go from each position to the next. Ranks of one position have each other's keys before
+    the ring turns. If there are no rings, ``turn`` is False and every rank is a position of its own.
     """
 
     turn: bool
@@ -59,7 +59,7 @@ def rings_of(placement: Placement) -> Rings:
 
 
 def grids_by_shape(placement: Placement) -> list[Ints]:
-    """Return the groups' grids as arrays ``[group, ring position, head group]``, one array for each shape of grid."""
+    """Return the groups' grids of ranks, ``[group, ring position, head group]``, one array for each shape of grid."""
     found: dict[tuple[int, int], list[tuple[tuple[int, ...], ...]]] = {}
     for grid in placement.traffic.groups:
         found.setdefault((len(grid), len(grid[0])), []).append(grid)
@@ -67,7 +67,10 @@ def grids_by_shape(placement: Placement) -> list[Ints]:
 
 
 def count_static_pairs(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings) -> Pairs:
-    """Return the pairs of each region under a static method."""
+    """Return the (query, key) pairs of each region of a mask under a static method.
+
+    Regions that differ only in their rank and heads are counted once.
+    """
     first, same = _same_rows(placement, regions, rings)
     if len(first) < len(regions):
         found = _pairs_of_each(placement, mask, regions.take(first), rings)
@@ -92,7 +95,7 @@ def _same_rows(placement: Placement, regions: Regions, rings: Rings) -> tuple[In
 
 
 def _pairs_of_each(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings) -> Pairs:
-    """Return the pairs of each region, counted region by region."""
+    """Return the (query, key) pairs of each region, counted region by region."""
     cuts = cut_regions(placement, mask, regions)
     homes = homes_of(placement, rings.position)
     pairs = count_pairs(placement, regions, cuts, homes)
@@ -105,18 +108,20 @@ def _pairs_of_each(placement: Placement, mask: LayerMask, regions: Regions, ring
 
 
 def _runs_seen(cuts: Cuts, homes: Homes) -> Ints:
-    """Return how many runs of ring positions the keys of each slice lie in, at least the number of positions."""
+    """Return in how many runs of ``homes`` the keys of each slice lie.
+
+    This is at least the number of ring positions that keep these keys.
+    """
     start, stop = np.sort(homes.start), np.sort(homes.stop)
     first, last = cuts.begin + cuts.slices[:, K0], cuts.begin + cuts.slices[:, K1]
     return np.searchsorted(start, last) - np.searchsorted(stop, first, side="right")
 
 
 def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings, cost: CostModel) -> Ints | None:
-    """Return the work of each rank on the keys of each hop, ``[rank, hop]``, in pairs x query heads, including row
-    tiles.
+    """Return the work of each rank on the keys of each hop, ``[rank, hop]``, in (query, key) pairs x query heads.
 
-    Hop 0 is what its own position keeps. Return None if counting would take too long: large rings cut regions into very
-    many parts.
+    Row tiles are included. Hop 0 is what the rank's own ring position keeps. Return None if counting would take too
+    long: large rings cut regions into very many parts.
     """
     index, slices, begin = cut_regions(placement, mask, regions)
     order = np.argsort(placement.runs.start)

@@ -28,7 +28,7 @@ from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
 TURNS = 4
-"""The number of chunks into which a port's even share is divided."""
+"""A chunk of keys, which enters a node at one rank, is at most 1 / ``TURNS`` of a port's even share, rounded up."""
 OVER = 2
 """How many times its even share of what enters a node a port may receive before others help it."""
 STARTS = 20
@@ -36,38 +36,39 @@ STARTS = 20
 CHUNK_TOKENS = 128
 """The length of a chunk of keys is a multiple of this many tokens, except for the last one of a piece."""
 SHELF_LINES = 5 * 2 * 128
-"""The most bytes of padding between the kept tensors of a head range: two tensors of 128 bytes alignment on each of at
-most five shelves (four stages, and one more after a relay).
+"""The most bytes of padding between the kept keys and values of a head range.
+
+There are two tensors with 128 bytes alignment on each of at most five shelves (four stages, and one more after a
+relay).
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Relays(Table):
-    """Pieces that are passed on: row ``first`` of the pieces that come from their owners is passed on to ``rank``."""
+    """Key pieces that are passed on inside a node: row ``first`` of :attr:`Routes.first` is passed on to ``rank``."""
 
     first: Ints
     rank: Ints
 
 
 class Routes(NamedTuple):
-    """How key pieces travel: ``first`` are the pieces that come from their owners, ``relays`` pass them on inside the
-    node.
-    """
+    """How key pieces travel: ``first`` come from their owners, and ``relays`` pass some of these on inside the node."""
 
     first: Pieces
     relays: Relays
 
 
 class Needs(NamedTuple):
-    """What ranks read from others: query pieces, and key pieces with their routes."""
+    """What ranks read from others: query pieces ``q``, and key pieces with their routes."""
 
     q: Pieces
     keys: Routes
 
 
 def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True) -> Routes:
-    """Return the routes of the key pieces that ranks read from others; without ``relay``, all come directly from their
-    owners.
+    """Return the routes of the key pieces that ranks read from others.
+
+    Without ``relay``, every piece comes directly from its owner.
     """
     size = cluster.ranks_per_node
     across = keys.owner // size != keys.rank // size
@@ -82,7 +83,7 @@ def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True)
 
 
 def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
-    """Return the bytes that each rank needs to keep the keys it receives in one layer."""
+    """Return the bytes that each rank needs to keep the keys and values it receives in one layer, padding included."""
     first, relays = keys
     received = Pieces.join([first, replace(first.take(relays.first), rank=relays.rank)])
     each = int(shape.bytes_per_token_head()[Kind.KV, 0])
@@ -92,7 +93,7 @@ def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
 
 
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
-    """Return the pieces, cut by heads where ranks of one node read different heads of one owner.
+    """Return the key pieces, cut by heads where ranks of one node read different heads of one owner.
 
     The head ranges that ranks of a node read of an owner are then either equal or disjoint.
     """
@@ -115,10 +116,11 @@ def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
 
 
 def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
-    """Return the keys that enter nodes, cut where their readers change and into chunks: (chunks, readers, segments).
+    """Cut keys that enter nodes where their readers change, and into chunks; return (chunks, readers, segments).
 
-    The ``rank`` of a chunk is the number of its node. ``readers`` has a row for each chunk and each rank that reads it.
-    A segment is a range of tokens with the same readers; the last result is the segment of each chunk.
+    ``keys`` are pieces that cross nodes. The ``rank`` of a chunk is the number of the node that it enters. ``readers``
+    has a row for each chunk (``first``) and each rank that reads it. A segment is a range of tokens with the same
+    readers; the last result is the segment of each chunk.
     """
     node = keys.rank // cluster.ranks_per_node
     # Pieces that differ only in reader and tokens get the same kind, so that all tokens can be put on one axis.
@@ -163,7 +165,7 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
 
 
 def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) -> Ints:
-    """Return the rank at which each chunk enters its node."""
+    """Return the rank at which each chunk enters its node; the arguments are results of :func:`_chunks`."""
     size, ranks = cluster.ranks_per_node, cluster.ranks
     amount = chunks.amount
     begin = np.searchsorted(readers.first, np.arange(len(chunks) + 1))
@@ -193,7 +195,10 @@ def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) ->
 
 
 def _merged(chunks: Pieces, readers: Relays, segment: Ints, entry: Ints) -> tuple[Pieces, Relays, Ints]:
-    """Return (chunks, readers, entries) with neighbouring chunks of one segment and one entry merged."""
+    """Return (chunks, readers, entries) with neighbouring chunks of one segment and one entry merged.
+
+    ``segment`` and ``entry`` are the segment of each chunk (:func:`_chunks`) and the rank at which it enters its node.
+    """
     alike = (segment[1:] == segment[:-1]) & (entry[1:] == entry[:-1])
     first, last = np.concatenate([[True], ~alike]), np.concatenate([~alike, [True]])
     merged = replace(chunks.take(first), stop=chunks.stop[last])

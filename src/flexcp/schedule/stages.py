@@ -51,30 +51,36 @@ Ints = NDArray[np.int64]
 MOST_STAGES = 4
 """The largest number of stages."""
 PARTS = 1200
-"""Borders of stages are counted in this many parts of all inputs, a multiple of all numbers of stages."""
+"""Borders of stages are counted in this many parts of all inputs; it is divisible by every number of stages."""
 WORTH_PERMILLE = 990
-"""One more stage is used if the time of the rank becomes less than this, per mille."""
+"""One more stage is used if the rank's time becomes less than this, per mille of its time with fewer stages."""
 TOGETHER_PERMILLE = 1060
-"""The number of stages is limited for all ranks if that is faster by more than this, per mille; the time over all ranks
-together is not exact either.
+"""How close to the fastest a limit on the number of stages must come: at most this, per mille of the fastest time.
+
+Of the limits that come so close, the largest is used, because the time over all ranks together is not exact either.
 """
 FLATTERED_PERMILLE = 1012
-"""How much longer than predicted here, per mille, the event simulator finds stages with transfers inside nodes beside
-most work, compared with stages that have them only at the ends.
+"""Stages with ``inside_first`` are chosen if their time is at most this, per mille of the time of the other stages.
+
+It is above 1000 because predictions flatter the other stages: these have transfers inside nodes beside most of their
+work, and the event simulator finds them this much slower than predicted here.
 """
 UNSURE_PERMILLE = 1020
-"""Another way to cut is worth simulating if it takes no longer than this, per mille of the way that was chosen."""
+"""A way to cut that was not chosen is worth simulating if its time is at most this, per mille of the chosen one's."""
 CUT_TOKENS = 128
 """Pieces are cut at multiples of this many tokens, so that kernels have few incomplete tiles."""
 
 
 class Stages(NamedTuple):
-    """The stages of each rank: how many, per mille of own work held back until after them, and predicted nanoseconds.
+    """The stages of each rank: how many (``number``), their borders, and predicted times in nanoseconds.
 
-    ``borders[rank, s]`` is how much of a rank's inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` and
-    ``inside_first`` say that the stages are cut as in :mod:`flexcp.schedule.thin_ends` or
-    :mod:`flexcp.schedule.inside_first` and not into equal parts. ``contended_ns`` is the time of the slowest rank under
-    contention. ``others`` are the ways to cut that were considered and not chosen, each in its best form.
+    A stage is a part of a rank's inputs that travels while the rank works on the part before. Stage s (from 1) is what
+    lies between ``borders[rank, s - 1]`` and ``borders[rank, s]``, in parts of ``PARTS``. ``held`` is how much of its
+    own work a rank holds back until after the stages, per mille. ``thin_ends`` and ``inside_first`` say that the stages
+    are cut as in :mod:`flexcp.schedule.thin_ends` or :mod:`flexcp.schedule.inside_first` and not into equal parts.
+    ``ns`` is the time of each rank, and ``contended_ns`` that of the slowest rank under contention (transfers slow down
+    the work beside them), 0 if it was not computed. ``others`` are the ways to cut that were considered and not chosen,
+    each in its best form.
     """
 
     number: Ints
@@ -88,7 +94,10 @@ class Stages(NamedTuple):
 
 
 def faster_way(stages: Stages, inside_first: Stages) -> Stages:
-    """Return the way to cut that is faster under contention, with the ways that were not chosen in ``others``."""
+    """Return whichever of two ways to cut is faster under contention, with the ways that were not chosen in ``others``.
+
+    ``inside_first`` is preferred up to ``FLATTERED_PERMILLE``, and gets the ``ns`` of ``stages``.
+    """
     inside_first = inside_first._replace(ns=stages.ns)
     if inside_first.contended_ns * 1000 <= stages.contended_ns * FLATTERED_PERMILLE:
         return inside_first._replace(others=(stages._replace(others=()), *stages.others))
@@ -96,7 +105,7 @@ def faster_way(stages: Stages, inside_first: Stages) -> Stages:
 
 
 def worth_simulating(stages: Stages) -> Stages | None:
-    """Return the fastest of the other ways to cut if the event simulator might find it faster, or None."""
+    """Return the fastest of ``stages.others`` if the event simulator might find it faster than ``stages``, or None."""
     other = min(stages.others, key=lambda way: way.contended_ns, default=None)
     return other if other and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE else None
 
@@ -109,9 +118,10 @@ class Peers(NamedTuple):
 
 
 class ExchangeTimes(NamedTuple):
-    """Nanoseconds of each rank for the exchanges of a pass: all inputs (``there``), the relayed part of them
-    (``relays``), all gradients of keys (``back``), the relayed part of them (``relayed``), and results for moved
-    queries (``home``).
+    """Nanoseconds of each rank for the exchanges of a pass.
+
+    ``there`` is the time of all inputs and ``relays`` of the relayed part of them; ``back`` of all gradients of keys
+    and ``relayed`` of the relayed part of them; ``home`` of the results for moved queries.
     """
 
     there: Ints
@@ -122,7 +132,7 @@ class ExchangeTimes(NamedTuple):
 
 
 def exchange_times(moves: Moves, cluster: Cluster, cost: CostModel) -> ExchangeTimes:
-    """Return how long each exchange of a pass takes each rank."""
+    """Return how many nanoseconds each exchange of a pass takes each rank."""
     exchanges = (
         join_flows([moves.inputs, moves.relays]),
         moves.relays,
@@ -142,9 +152,11 @@ def choose_stages(
     cluster: Cluster,
     kept: Stages | None = None,
 ) -> Stages:
-    """Return each rank's number of equal stages and their predicted time; ``work`` is in nanoseconds.
+    """Return each rank's number of stages of equal size, and their predicted time; ``work`` is in nanoseconds.
 
-    In a backward whose keys are kept, ``kept`` are the stages of the forward, and their number is used again.
+    ``times`` are those of the pass, and ``peers`` the ranks that exchange messages. If the placement wishes for
+    divisions, these give the number of stages, and if it assembles its own tokens (``assemble_own``), there is one. In
+    a backward whose keys are kept, ``kept`` are the stages of the forward, and their number is used again.
     """
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
@@ -170,13 +182,16 @@ def choose_stages(
 
 
 def equal_borders(number: Ints) -> Ints:
-    """Return the borders of equal stages, from each rank's number of stages."""
+    """Return the borders of equal stages, ``[rank, border]`` in ``PARTS``: a rank with 2 stages has ``0, 600, 1200``.
+
+    Ranks with fewer stages than the most repeat 1200.
+    """
     found: Ints = np.minimum(np.arange(int(number.max()) + 1) * PARTS // number[:, None], PARTS)
     return found
 
 
 def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
-    """Return ``[rank, stage]``: the work on the keys of each stage.
+    """Return ``[rank, stage]``: the work on the keys of each stage, in the unit of ``work``.
 
     The first stage also has the work on own keys for which only queries arrive.
     """
@@ -187,7 +202,10 @@ def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
 
 
 def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> tuple[Ints, Ints]:
-    """Return (work, transfers beside it) of equal stages, both ``[slot, rank]``."""
+    """Return (work, transfers beside it) of equal stages, both ``[slot, rank]`` in nanoseconds.
+
+    Slot 0 has own work, slot s the work of stage s, and the slot after a rank's last stage its held-back own work.
+    """
     parts = _parts(number, work, times, cluster)
     of_stages = stage_work(work, number, equal_borders(number)).T
     inside = [np.zeros_like(number), *of_stages, np.zeros_like(number)]
@@ -197,11 +215,11 @@ def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -
 
 
 class _Parts(NamedTuple):
-    """For each rank and its number of stages: own work before and after the stages, the work of a stage, and what
-    travels.
+    """How the work and the transfers of each rank are divided for its number of stages, in nanoseconds.
 
-    ``first`` travels beside the own work before the stages, ``into`` and ``out`` are the inputs and the gradients of
-    one stage, ``last`` travels beside the own work after the stages.
+    ``before`` and ``after`` are own work before and after the stages, ``each`` is the work of one stage; ``held`` is
+    the share of ``after`` in own work, per mille. ``first`` travels beside ``before``, ``into`` and ``out`` are the
+    inputs and the gradients of one stage, and ``last`` travels beside ``after``.
     """
 
     number: Ints
@@ -216,7 +234,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> _Parts:
-    """Return the parts of each rank for the given numbers of stages."""
+    """Return the work and transfers of each rank, divided for the given numbers of stages."""
     start = cluster.latency_ns * (number > 1)
     into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
     each = -(-(work.rest + (number - 1) * work.again) // number)
@@ -229,7 +247,7 @@ def _parts(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> 
 
 
 def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
-    """Return (work, transfers beside it) of each rank in a slot."""
+    """Return (work, transfers beside it) of each rank in a slot, in nanoseconds."""
     if slot == 0:
         return p.before, p.first
     inside, end = slot <= p.number, slot == p.number + 1
@@ -238,13 +256,16 @@ def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
 
 
 def _alone_ns(p: _Parts) -> Ints:
-    """Return the time of each rank if all others are always ready."""
+    """Return the nanoseconds of each rank if all others are always ready."""
     slots = [np.maximum(*_slot(p, slot)) for slot in range(int(p.number.max()) + 2)]
     return np.asarray(sum(slots))
 
 
 def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
-    """Return the time of each rank if the transfers beside a slot start when all their senders have begun the slot."""
+    """Return the nanoseconds of each rank if the transfers beside a slot wait until all senders have begun it.
+
+    Rank ``source[i]`` sends to rank ``target[i]``.
+    """
     begin = np.zeros_like(p.number)
     for slot in range(int(p.number.max()) + 2):
         work, beside = _slot(p, slot)
@@ -255,7 +276,7 @@ def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
 
 
 def find_peers(moves: Moves) -> Peers:
-    """Return which rank sends to which, each pair once."""
+    """Return which rank sends to which in a pass, each pair once."""
     flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
     span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
     pairs = distinct((flows.source * span + flows.target)[flows.source != flows.target], span * span)
@@ -263,8 +284,10 @@ def find_peers(moves: Moves) -> Peers:
 
 
 def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, peers: Peers) -> Stages:
-    """Return the stages with the largest limit on their number that is nearly as fast for all ranks together as the
-    best.
+    """Return stages with the largest limit on their number that is nearly as fast as the best limit.
+
+    ``number`` are the stages that would be fastest for each rank alone. Nearly means within ``TOGETHER_PERMILLE``, in
+    time over all ranks together.
     """
     tried = []
     for cap in range(int(number.max()), 0, -1):
@@ -275,8 +298,9 @@ def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, pe
 
 
 def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> Stages:
-    """Return the stages of a backward whose keys are kept: only queries arrive, and gradients leave one slot after the
-    work on their part.
+    """Return the stages of a backward whose keys are kept, with their time.
+
+    Only queries arrive, and gradients leave one slot after the work on their part.
     """
     start = cluster.latency_ns * (number > 1)
     out, returned = (-(-ns // number) + start * (ns > 0) for ns in (times.back, times.relayed))
@@ -295,11 +319,10 @@ def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster
 def cut_into_stages(
     keys: Pieces, borders: Ints, cluster: Cluster, inside_first: bool = False
 ) -> tuple[Pieces, Ints, Ints]:
-    """Return the key pieces cut into parts, by the borders of each rank's stages: (parts, the stage and the piece of
-    each).
+    """Cut key pieces by the borders of each rank's stages; return (parts, the stage of each, the piece of each).
 
-    With ``inside_first``, the first stage has all pieces from the same node, and the other stages have the rest in
-    equal parts.
+    Stages are numbered from 1, and the piece of a part is its row in ``keys``. With ``inside_first``, the first stage
+    has all pieces from the same node, and the other stages have the rest in equal parts.
     """
     if borders.shape[1] == 2:
         return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
@@ -326,8 +349,9 @@ def cut_into_stages(
 
 
 def _borders_by_level(stages: int) -> Ints:
-    """Return the borders ``[across, stage]``: pieces from the same node are all in the first stage, pieces that cross
-    nodes are spread over the others.
+    """Return the borders ``[across, border]`` in ``PARTS`` for pieces from the same node (0) and from other nodes (1).
+
+    Pieces from the same node are all in the first stage; pieces that cross nodes are spread over the others.
     """
     found = np.full((2, stages + 1), PARTS, np.int64)
     found[0, 0] = 0
@@ -336,7 +360,10 @@ def _borders_by_level(stages: int) -> Ints:
 
 
 def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
-    """Return the key pieces cut into the stages that a planner wishes for: (parts, the stage and the piece of each)."""
+    """Cut key pieces into the stages that a planner wishes for; return (parts, the stage of each, the piece of each).
+
+    Stages are numbered from 1, and the piece of a part is its row in ``keys``.
+    """
     block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
     span = int(placement.tokens.max())  # one axis for all owners, on which different ones touch but do not overlap
     order = np.argsort(owner * span + start, kind="stable")
@@ -352,8 +379,9 @@ def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -
 
 
 def _cut_at(keys: Pieces, amount: Ints) -> Ints:
-    """Return the token of each piece before which lie about ``amount`` tokens x heads, at a whole tile or an end of the
-    piece.
+    """Return the token of each piece before which about ``amount`` tokens x heads of it lie.
+
+    It is a multiple of ``CUT_TOKENS`` after the start of the piece, or an end of the piece.
     """
     length = keys.stop - keys.start
     tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)

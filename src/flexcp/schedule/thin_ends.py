@@ -1,5 +1,4 @@
-"""Thin ends: stages with a small one, then a large one without transfers beside its work, and in the backward a small
-one again.
+"""Thin ends: a small stage, then a large one without transfers beside its work, and in the backward a small one again.
 
 A kernel that leaves multiprocessors to transfers is slower all the time it runs, not only during the transfers; a
 kernel that leaves none nearly stops until the transfers are done (:class:`flexcp.cost.Contention`). So transfers that
@@ -20,7 +19,8 @@ ranks together, each beginning when the rest of its layer is done. The fastest i
 equal stages.
 
 Thin ends are not used on a single node, whose links are fast; if keys are relayed, which needs slots of its own; if
-keys are kept for the backward; or if nothing may be posted two slots ahead.
+keys are kept for the backward or tokens are assembled first; with latents or stages that a planner wishes for; if
+nothing may be posted two slots ahead; or if the busiest rank hardly waits with equal stages.
 """
 
 from __future__ import annotations
@@ -36,33 +36,40 @@ from flexcp.schedule.work import Work
 
 Ints = NDArray[np.int64]
 SHARES = (700, 950, 1250, 1600)
-"""Thicknesses of an end to try, per mille of t / (t + w), where t is the time of the transfers beside it and w the time
-of the work on all inputs.
+"""Thicknesses of an end to try, per mille of t / (t + w).
+
+Here t is the time of the transfers beside the end and w the time of the work on all inputs.
 """
 LEAST, MOST = PARTS // 50, PARTS // 2
 """The thinnest and the thickest end, in ``PARTS``."""
 WORTH_PERMILLE = 990
 """Thin ends are used if their time is at most this, per mille of that of equal stages."""
 NO_GAIN_PERMILLE = 1005
-"""Other stages are not tried if equal stages take at most this, per mille of the busiest rank's work."""
+"""Other stages are not tried if equal stages take at most this, per mille of what the busiest rank computes."""
 
 
 def well_hidden(stages: Stages, work: Work, rest_of_layer: Ints) -> bool:
-    """Return whether no other stages can be clearly faster, because the busiest rank hardly waits.
+    """Return whether no other stages can be clearly faster than these.
 
-    ``rest_of_layer`` is how long each rank computes before its attention begins.
+    That is so if the slowest rank takes hardly longer than the busiest one computes. ``work`` is in nanoseconds, and
+    ``rest_of_layer`` is how many nanoseconds each rank computes before its attention begins.
     """
     return stages.contended_ns * 1000 <= int((rest_of_layer + work.own + work.rest).max()) * NO_GAIN_PERMILLE
 
 
 def contention_table(cost: CostModel, backward: bool) -> Ints:
-    """Return the costs of contention ``[across, margin]`` for compiled loops: (slow, alone, link), per mille."""
+    """Return the costs of contention for compiled loops, ``[across, margin, 3]``: (slow, alone, link), all per mille.
+
+    ``across`` is 1 for transfers that only cross nodes. A margin is a number of multiprocessors left to transfers; the
+    axis has one entry for each margin of the cost model. The three values are explained in
+    :func:`flexcp.schedule.execution.overlapped_ns`.
+    """
     ways = [cost.rows_beside(across) for across in (False, True)]
     return np.array([[(*row.compute(backward), row.link) for row in way] for way in ways], np.int64)
 
 
 def early_stage(stages: Stages) -> int:
-    """Return the stage that is posted two slots ahead, or 0 if there is none."""
+    """Return the stage whose messages are posted two slots before the slot that waits for them, or 0 for none."""
     return 3 if stages.thin_ends and stages.borders.shape[1] == 4 else 0
 
 
@@ -78,11 +85,11 @@ def under_contention(
     rest_of_layer: Ints,
     may_be_thin: bool = True,
 ) -> Stages:
-    """Return stages with thin ends if they are allowed and clearly faster, else the equal stages, with their time under
-    contention.
+    """Return stages with thin ends if they are allowed and clearly faster, else the equal stages ``even``.
 
-    ``even`` are the equal stages. ``rest_of_layer`` is how long each rank computes before its attention begins: ranks
-    with more tokens begin later.
+    The result has its time under contention in ``contended_ns``, and stages that were not chosen in ``others``.
+    ``rest_of_layer`` is how many nanoseconds each rank computes before its attention begins: ranks with more tokens
+    begin later.
     """
     if len(needs.keys.first) == 0 and len(needs.q) == 0:
         return even._replace(contended_ns=int((rest_of_layer + work.own + work.rest).max()))

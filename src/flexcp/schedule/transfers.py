@@ -2,12 +2,14 @@
 
 For each mask and direction this writes the table of transfers. Traffic is of one of two kinds:
 
-- *needed* (all planners of flexcp): what a rank's regions read, exact to the token and head, enters each node once
-  (:mod:`flexcp.schedule.routes`), in as many stages as are worth it (:mod:`flexcp.schedule.stages`), chosen separately
-  for forward and backward. Moved queries come first. Gradients of keys return as soon as the work on those keys is
-  done, results for moved queries after all work. Results that a single rank computed completely travel in the model's
-  dtype, others as partial results. Keys travel again in the backward unless a memory budget lets ranks keep them.
-- *static*: the usual traffic of rings, head exchanges and gathers, whether the tokens are needed or not.
+- *needed* (all planners of flexcp): what a rank's regions read, exact to the token and head, travels in as many stages
+  as are worth it (:mod:`flexcp.schedule.stages`), chosen separately for forward and backward. Keys enter each node once
+  where that is faster (:mod:`flexcp.schedule.routes`). Moved queries come first. Gradients of keys return when the work
+  on those keys is done, or later where that is faster, results for moved queries after all work. Results that a single
+  rank computed completely travel in the model's dtype, others as partial results. Keys travel again in the backward
+  unless a memory budget lets ranks keep them.
+- *static* (``traffic.kind`` ``"ring"`` or ``"gather"``): the usual traffic of rings, head exchanges and gathers,
+  whether the tokens are needed or not.
 
 After that, :mod:`flexcp.schedule.execution` chooses how each stage is executed.
 
@@ -83,7 +85,11 @@ def make_plan(
 
 
 def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (), keys_kept: bool = False) -> Program:
-    """Return the program of these transfers, sorted, in which every stage is one call, posted one slot ahead."""
+    """Return the program of these transfers, sorted, in which every stage is one call, posted one slot ahead.
+
+    ``own_stage`` is the slot from which on a rank's own tokens can be computed; ``held`` and ``keys_kept`` are those of
+    :class:`flexcp.plan.program.Program`.
+    """
     transfers = Transfers.join([part for part in parts if len(part)])
     transfers = transfers.sorted_by("stage", "source", "target", "kind", "owner", "start", "h0")
     last = int(transfers.stage.max()) if len(transfers) else own_stage
@@ -97,7 +103,7 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
 def _needed_programs(
     found: MaskAnalysis, own_stage: int, placement: Placement, cluster: Cluster
 ) -> tuple[Program, Program]:
-    """Return the forward and the backward program of a mask with needed traffic."""
+    """Return the forward and the backward program of a mask whose placement has needed traffic."""
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
@@ -114,13 +120,13 @@ def _needed_programs(
 def _staged(
     needs: Needs, chosen: Stages, cut: tuple[Pieces, Ints, Ints], cluster: Cluster, backward: bool, kept: bool
 ) -> list[Transfers]:
-    """Return the transfers of one direction: queries in stage 1, keys in their stages, relays one stage later, and
-    results two stages after the slot that completed them.
+    """Return the transfers of one direction of a mask with needed traffic, each with its stage.
 
-    ``cut`` are the parts of the key pieces, with the stage and the piece of each. Queries arrive first, so the work on
-    the keys of a stage is done in the slot of that stage. Keys that are ``kept`` do not travel again in the backward:
-    they are there one slot earlier than in the forward, and the work on them is done then, or when the queries have
-    arrived.
+    Queries travel in stage 1, keys in the stages of ``cut``, relays one stage later, and results two stages after the
+    slot that completed them, or later with ``chosen.thin_ends`` or ``chosen.inside_first``. ``cut`` are the parts of
+    the key pieces, the stage of each and the piece of each. Queries arrive first, so the work on the keys of a stage is
+    done in the slot of that stage. Keys that are ``kept`` do not travel again in the backward: they are there one slot
+    earlier than in the forward, and the work on them is done then, or when the queries have arrived.
     """
     q, (first, relays) = needs.q, needs.keys
     keys, stage, piece = cut
@@ -169,7 +175,7 @@ def _staged(
 def _transfers_of(
     pieces: Pieces, kind: Kind, stage: int | Ints, source: Ints, target: Ints, partial: int | Ints = 0
 ) -> Transfers:
-    """Return the transfers that send pieces from ``source`` to ``target``."""
+    """Return the transfers that send each piece from ``source`` to ``target``; ``partial`` 1 marks partial results."""
     return Transfers.make(
         len(pieces.rank),
         stage=stage,
@@ -189,7 +195,7 @@ def _transfers_of(
 
 
 class _WholePieces:
-    """Collects transfers that each move all tokens of an owner.
+    """Collects transfers that each move all tokens of one rank, their owner.
 
     Transfers from a rank to itself and transfers without tokens are left out.
     """
@@ -208,7 +214,10 @@ class _WholePieces:
         heads: tuple[Ints | int, Ints | int],
         partial: bool,
     ) -> None:
-        """Add one transfer for each combination of the arguments, which are broadcast against each other."""
+        """Add one transfer for each combination of stage, source, target, owner and heads (broadcast together).
+
+        ``heads`` are the first head and the end (exclusive).
+        """
         columns = np.broadcast_arrays(stage, source, target, owner, *heads)
         stage, source, target, owner, h0, h1 = (column.reshape(-1) for column in columns)
         moves = (source != target) & (self.tokens[owner] > 0)
@@ -234,8 +243,10 @@ def _static_program(placement: Placement, shape: Shape, backward: bool) -> Progr
 
 
 def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
-    """Add the transfers of a gather: the keys of every rank go to all ranks of its group; in the backward, every rank's
-    partial dkv returns to the owner.
+    """Add the transfers of a gather to ``pieces``: the keys of every rank go to all ranks of its group.
+
+    In the backward they go again, and every rank's partial gradients (dkv) return to the owner. ``groups`` is
+    ``[group, rank]``.
     """
     heads = (0, shape.kv_heads)
     owner, rank = groups[:, :, None], groups[:, None, :]
@@ -245,11 +256,12 @@ def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) ->
 
 
 def _ring(grids: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
-    """Add the transfers of rings: heads are exchanged inside each row of a grid, then keys travel round the columns.
+    """Add the transfers of rings to ``pieces``: heads are exchanged in each grid row, keys go round the columns.
 
-    Keys reach the s-th rank after their owner in slot ``s``, or one slot later if heads are exchanged first. In the
-    backward, dkv follows the keys and ends at their owner. Each rank adds its dkv to what it received and passes the
-    sum on two slots later, so the sum moves one rank per stage and needs no extra accumulator.
+    ``grids`` is ``[group, ring position, head group]`` of ranks. Keys reach the s-th rank after their owner in slot
+    ``s``, or one slot later if heads are exchanged first. In the backward, dkv follows the keys and ends at their
+    owner. Each rank adds its dkv to what it received and passes the sum on two slots later, so the sum moves one rank
+    per stage and needs no extra accumulator.
     """
     _, positions, split = grids.shape
     exchanged = int(split > 1)

@@ -1,7 +1,8 @@
-"""Work: how many pairs each rank computes, with those of its own tokens counted separately.
+"""Work: how many (query, key) pairs each rank computes, with the pairs of its own tokens counted separately.
 
-Pairs are counted exactly. Every pass over a region also costs its row tiles: one pass over the keys at home, and one
-for each stage or hop that brings keys it reads. :mod:`flexcp.schedule.rings` counts the hops of rings.
+Pairs are counted exactly. Every pass over a region (rows and keys of a document that one rank computes) also costs its
+row tiles: one pass over the keys at home, and one for each stage or hop that brings keys which the region reads.
+:mod:`flexcp.schedule.rings` counts the hops of rings.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Ints = NDArray[np.int64]
 
 
 class Cuts(NamedTuple):
-    """The slices of a mask inside regions: the region of each slice, the slice in the coordinates of its document, and
-    where that document begins in the stream.
+    """The non-empty slices of a mask inside some regions: ``slices[i]`` lies in region number ``region[i]``.
+
+    A slice (:mod:`flexcp.masks`) is in the coordinates of its document, which begins at token ``begin[i]`` of the
+    stream.
     """
 
     region: Ints
@@ -34,16 +37,17 @@ class Cuts(NamedTuple):
 
 
 def cut_regions(placement: Placement, mask: LayerMask, regions: Regions) -> Cuts:
-    """Return the slices of a mask inside each of some regions, without empty ones."""
+    """Return the non-empty slices of a mask inside each of some regions."""
     region, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     return Cuts(region, slices, placement.batch.starts[regions.document[region]])
 
 
 class Pairs(NamedTuple):
-    """Counts for each region: all its pairs, the pairs whose row and key are both at home (kept at the region's ring
-    position), and in how many hops further keys arrive.
+    """The (query, key) pairs of each region, of one query head: ``all`` of them, and the ``own`` ones.
 
-    ``at_keys``, if counted, are the pairs whose key is at home but whose row is not.
+    Own pairs are those whose row (query) and key are both at home: kept at the ring position of the region's rank;
+    without rings, kept by that rank. ``hops`` is in how many hops of a ring the other keys arrive: 0 if all are at
+    home, and at most 1 without rings. ``at_keys``, if counted, are the pairs whose key is at home but whose row is not.
     """
 
     all: Ints
@@ -53,7 +57,7 @@ class Pairs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of each rank in pairs x query heads, including row tiles.
+    """The work of each rank, in (query, key) pairs x query heads or in nanoseconds, including row tiles.
 
     ``own`` is on rows and keys at home, ``rest`` is all other work, and ``again`` is what one more pass over the
     regions of ``rest`` costs. ``at_keys`` is the part of ``rest`` for which only queries arrive, without row tiles.
@@ -66,8 +70,10 @@ class Work(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """Where tokens are at home: the position of each rank, and the runs of the stream that each position (``keeper``)
-    keeps, sorted by position.
+    """Where tokens are at home: ``position[rank]`` is a rank's position, and ``keeper`` keeps tokens ``start..stop``.
+
+    The ranks of a ring position share their tokens; without rings every rank is a position of its own. The runs
+    ``start`` to ``stop`` (exclusive) of the stream are sorted by the position that keeps them (``keeper``).
     """
 
     position: Ints
@@ -88,7 +94,11 @@ def homes_of(placement: Placement, position: Ints | None = None) -> Homes:
 
 
 def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None = None) -> Pairs:
-    """Return the pairs of each region; without ``homes``, tokens are at home only on the rank that keeps them."""
+    """Return the (query, key) pairs of each region, those of tokens at home counted separately.
+
+    Without ``homes``, tokens are at home only on the rank that keeps them. If the placement assembles its own tokens
+    (``assemble_own``), no pairs count as own.
+    """
     count = len(regions)
     pairs = sums(cuts.region, area(cuts.slices), count)
     if placement.assemble_own:
@@ -100,7 +110,7 @@ def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes
 
 
 def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> tuple[Ints, Ints | None]:
-    """Return (pairs of each slice whose row and key are both at home, pairs whose key is at home).
+    """Return (pairs whose row and key are both at home, pairs whose key is at home), each for every slice of ``cuts``.
 
     The second result is None if ``homes`` are given or if all rows are at home.
     """
@@ -123,7 +133,7 @@ def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes |
 
 
 def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostModel) -> Work:
-    """Return the work of each rank, from the pairs of its regions."""
+    """Return the work of each rank in (query, key) pairs x query heads, from the pairs of its regions."""
     tiles = cost.row_tiles_work(regions.q1 - regions.q0)
     heads = regions.h1 - regions.h0
     own = (pairs.own + tiles * ((pairs.own > 0) | (pairs.all == 0))) * heads
@@ -144,7 +154,8 @@ def pass_work_ns(
 ) -> tuple[Work, Work]:
     """Return the forward and backward work of each rank in nanoseconds, including the start of each kernel.
 
-    ``kernels`` is how many kernels a rank starts for the keys of others, one if not given.
+    ``kernels[rank]`` is how many kernels a rank starts for its work on tokens of others, one each if not given; ranks
+    without such work start none.
     """
     work = rank_work(placement, regions, pairs, cost)
     others = np.where(work.rest > 0, 1 if kernels is None else kernels, 0)

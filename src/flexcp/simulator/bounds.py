@@ -38,7 +38,11 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Bounds:
-    """Three lower bounds on one pass of one layer under one mask, in nanoseconds (see the module docstring)."""
+    """Three lower bounds on attention in one direction, in nanoseconds.
+
+    ``compute``: its pairs, divided perfectly. ``link``: the bytes that must move. ``granularity``: the least that a
+    rank with any work does. The module's docstring derives them.
+    """
 
     compute: int
     link: int
@@ -51,7 +55,7 @@ class Bounds:
 
 
 def pass_bounds(batch: Batch, mask: int, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool) -> Bounds:
-    """Return the bounds of one layer's attention in one direction, under the mask with number ``mask``."""
+    """Return the bounds of one layer's attention in one direction, under mask number ``mask`` of the batch."""
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
     work = document_work(batch, shape, cost)[mask]
     whole = int(cost.attention_ns(work.sum(keepdims=True), shape, alone, backward)[0])
@@ -76,10 +80,11 @@ def _link_ns(
     cost: CostModel,
     backward: bool,
 ) -> float:
-    """Return the least time in which the unavoidable bytes can move, for the slower of the two levels.
+    """Return the least nanoseconds in which the unavoidable bytes can move, for the slower of the two levels.
 
-    ``speed`` is how many pairs x heads the fastest rank computes in a nanosecond. The levels are ranks with both of
-    their ports, and nodes with their network ports.
+    ``areas`` are the (query, key) pairs x heads of each document and ``lengths`` its tokens; ``speed`` is how many
+    pairs x heads the fastest rank computes in a nanosecond. The levels are ranks with both of their ports, and nodes
+    with their network ports.
     """
     each = shape.bytes_per_token_head()[:, 0].astype(float)
     key, row = each[Kind.KV], each[Kind.Q] + each[Kind.O]
@@ -107,10 +112,10 @@ def _link_ns(
 def unavoidable_bytes(
     areas: np.ndarray, lengths: np.ndarray, work: float, key: float, row: float, shape: Shape
 ) -> float:
-    """Return the bytes that must move if no unit does more than ``work`` pairs x heads of a document.
+    """Return the bytes that must move if no rank or node (a unit) does more than ``work`` of a document.
 
-    ``areas`` are the pairs x heads of each document and ``lengths`` its tokens; ``key`` and ``row`` are the bytes of a
-    key and of a row of one head.
+    ``work`` and ``areas`` (of each document) are (query, key) pairs x heads, and ``lengths`` the tokens of each
+    document; ``key`` and ``row`` are the bytes of a key and of a row of one head.
     """
     if work <= 0:
         return math.inf

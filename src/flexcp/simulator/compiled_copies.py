@@ -30,12 +30,11 @@ def sum_copies(
     kinds: Ints,
     sizes: Ints,
 ) -> tuple[Ints, Ints, Ints]:
-    """Return three tables ``[rank, stage]``: bytes copied to pack, bytes copied to unpack, and kernels launched to
-    unpack.
+    """Return three tables ``[rank, stage]``: bytes copied to pack, bytes copied to unpack, launches to unpack.
 
-    The columns ``stage`` to ``partial`` are those of the transfers, sorted by stage, then source; ``sizes`` holds the
-    numbers of ranks and stages. One launch unpacks all inputs of a stage; the results of each message need a launch of
-    their own.
+    The columns ``stage`` to ``partial`` are those of the transfers, sorted by stage, then source. Row k of ``kinds``
+    describes kind k of piece (see the module's docstring); ``sizes`` holds the numbers of ranks and stages. One launch
+    of a kernel unpacks all inputs of a stage; the results of each message need a launch of their own.
     """
     shape = (sizes[0], sizes[1])
     pack, take_in, launches = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)

@@ -95,8 +95,9 @@ def sum_parts(
 def head_ranges(both, regions, region, first_query, query_heads, first_key, key_heads, ranks):
     """Write to ``both`` the pairs of query and key head ranges that meet in a region; return how many there are.
 
-    Each row has the two ranges and the first and last head that they share with the region. Only ranges of which the
-    region's rank holds segments are looked at: there may be many ranges, and most ranks hold few of them.
+    Each row has the two ranges, and the first head that they share with the region and the end (exclusive). Only ranges
+    of which the region's rank holds segments are looked at: there may be many ranges, and most ranks hold few of them.
+    The other arguments are explained in the module's docstring.
     """
     count, rank = 0, regions[RANK, region]
     for g in range(len(key_heads)):
@@ -135,7 +136,8 @@ def add_slice(
     """Count slice ``s`` of a region for one query and one key head range; return the number of launches noted so far.
 
     ``q_begin..q_end`` and ``k_begin..k_end`` are the segments that the region's rank holds of the two ranges, and
-    ``low..high`` are the heads they share.
+    ``low..high`` are the heads they share; all ends are exclusive. ``count`` is the number of launches noted before.
+    The other arguments are those of :func:`sum_parts` and its tables.
     """
     rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
@@ -173,7 +175,7 @@ def note(launched, launch):
 
 @compiled
 def with_room(launched, most):
-    """Return a table with the same launches whose length is a power of two and at least ``most``."""
+    """Return a hash table with the same launches whose length is a power of two and at least ``most``."""
     room = len(launched)
     while room < most:
         room *= 2
@@ -186,7 +188,11 @@ def with_room(launched, most):
 
 @compiled_leaf
 def add_part(found, passed, region, regions, rank, slot, own, low, high, area):
-    """Add the pairs of one part of a region, and the region's row tiles if it is the first part of its pass."""
+    """Add the pairs of one part of a region, and the region's row tiles if it is the first part of its pass.
+
+    The part has ``area`` pairs in each of the heads ``low..high`` (exclusive). A pass is all parts of a region in one
+    slot that begin with the same head and are all own work or all other work.
+    """
     pairs = area * (high - low)
     found[PAIRS, rank, slot] += pairs
     tiles = 0
@@ -202,7 +208,7 @@ def add_part(found, passed, region, regions, rank, slot, own, low, high, area):
 
 @compiled_leaf
 def first_behind(held, low, high, token):
-    """Return the first of the segments ``low..high`` that ends after ``token``."""
+    """Return the first of the segments ``low..high`` (exclusive) that ends after ``token``, or ``high``."""
     while low < high:
         middle = (low + high) // 2
         if held[STOP, middle] <= token:

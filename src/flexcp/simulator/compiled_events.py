@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 POSTED, COMPUTED, ARRIVED = range(3)
 """Kinds of events; of events at the same time, the kind listed first comes first."""
 WHOM, WHAT = 22, 2
-"""Bits for the rank or chunk and for the kind of an event; 39 bits are left for its time, which is nine minutes."""
+"""Bits for the rank or chunk and for the kind of an event; 39 bits are left for its nanoseconds, nine minutes."""
 MOST_CHUNKS = 1 << WHOM
 LATENCY, IN_LINE, RULES = range(3)
 SLOW, LINK = range(2)
@@ -61,10 +61,11 @@ def run_events(
     pace: Ints,
     opens: Ints,
 ) -> tuple[Ints, Ints]:
-    """Run a pass and return (begin, end) of every slot on each rank; BEGIN and END of ``chunk`` are filled in.
+    """Run a pass; return (begin, end) of every slot in nanoseconds, both ``[rank, slot]``.
 
-    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are in nanoseconds. Ports take
-    chunks in the order of ``chunk``.
+    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are in nanoseconds. The table
+    ``chunk`` has the columns STAGE to END; BEGIN and END are filled in. Ports take chunks in the order of its rows. The
+    other arguments are explained in the module's docstring.
     """
     ranks, slots = work.shape
     begin = np.zeros((ranks, slots), np.int64)
@@ -126,13 +127,16 @@ def run_events(
 
 @compiled_leaf
 def event(time, what, whom):
-    """Return an event as one integer."""
+    """Return an event as one integer: its time in nanoseconds, its kind and the number of a rank or chunk."""
     return (time << (WHOM + WHAT)) | (what << WHOM) | whom
 
 
 @compiled_leaf
 def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events):
-    """Let rank ``r``, which is not computing, enter slot after slot, until one has work or lacks messages."""
+    """Let rank ``r``, which is not computing, enter slot after slot, until one has work or lacks messages.
+
+    Copies count as work.
+    """
     slots = work.shape[1]
     while rank[r, SLOT] + 1 < slots and missing[r, rank[r, SLOT] + 1] == 0:
         rank[r, SLOT] += 1
@@ -153,7 +157,7 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pac
 
 @compiled_leaf
 def compute(r, now, rank, pace, events):
-    """Compute when rank ``r`` will have finished its compute at the present pace.
+    """Set when rank ``r`` will have finished its compute at the present pace, in the column READY of ``rank``.
 
     This replaces an earlier estimate. The event of the earlier estimate is kept if it comes no later than the new end;
     it then pushes the next one.
@@ -186,7 +190,7 @@ def change_pace(r, change, now, rank, pace, events):
 
 @compiled_leaf
 def post(p, side, stage, queue):
-    """Note that a rank of port ``p`` has posted a stage; a free port becomes open for this stage."""
+    """Note that a rank of port ``p`` has posted ``stage``; a free port becomes open for chunks of this stage."""
     queue[side, p, POSTED_UP_TO] = max(queue[side, p, POSTED_UP_TO], stage)
     if queue[side, p, OPEN] != BUSY:
         queue[side, p, OPEN] = queue[side, p, POSTED_UP_TO]
@@ -240,8 +244,9 @@ def start_chunk(c, now, rank, chunk, queue, waits, place, pace, events):
 
 @compiled
 def queued(chunk, queue):
-    """Put all chunks into the queues of their ports; return (``waits``, ``chunk_at``, ``place``) of the module
-    docstring.
+    """Put all chunks into the queues of their ports; return the tables ``waits``, ``chunk_at`` and ``place``.
+
+    The module's docstring explains the tables.
     """
     waits = np.empty((2, len(chunk), WAITS_ROWS), np.int32)
     chunk_at, place = np.empty((2, len(chunk)), np.int32), np.empty((2, len(chunk)), np.int32)

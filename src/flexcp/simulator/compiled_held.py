@@ -1,5 +1,4 @@
-"""Loops of slot work: the segments that ranks hold of queries or keys, for :mod:`flexcp.simulator.compiled_cuts`
-(compiled).
+"""Loops of slot work: the segments that ranks hold of queries or keys, for ``compiled_cuts.py`` (compiled).
 
 Runs are those of a placement in the order of the stream; ``local`` is the place of each run's first token among its
 rank's tokens. Pieces name tokens by this place and may contain parts of several runs. A *group* is what one rank holds
@@ -33,12 +32,12 @@ def lay_segments(
     heads: Ints,
     sizes: Ints,
 ) -> tuple[Ints, Ints]:
-    """Return (segments ``[START to SHELF, segment]`` sorted by group and place in the stream, first segment of each
-    group).
+    """Return (segments ``[START to SHELF, segment]``, first segment of each group); a group is a head range and a rank.
 
-    The columns from ``target`` to ``heads`` describe the pieces that ranks receive; ``heads`` is the number of a
-    piece's head range. ``sizes`` holds the number of ranks, the number of head ranges, the head range of the ranks' own
-    runs and the slot from which on own runs are there, or -1 if ranks hold only pieces. Own runs are on shelf 0.
+    Segments are ranges of the stream, sorted by group and place. The columns from ``target`` to ``heads`` describe the
+    pieces that ranks receive; ``heads`` is the number of a piece's head range. ``sizes`` holds the number of ranks, the
+    number of head ranges, the head range of the ranks' own runs and the slot from which on own runs are there, or -1 if
+    ranks hold only pieces. Own runs are on shelf 0.
     """
     ranks, own_heads, own_slot = sizes[0], sizes[2], sizes[3]
     first_run = firsts(run_rank, ranks)
@@ -81,7 +80,10 @@ def lay_segments(
 
 @compiled
 def firsts(labels, count):
-    """Return where the items of each label begin when items are sorted by label."""
+    """Return where the items of each label begin when items are sorted by label; labels are below ``count``.
+
+    The last of the ``count + 1`` entries is the number of items.
+    """
     first = np.zeros(count + 1, np.int64)
     for label in labels:
         first[label + 1] += 1
@@ -98,7 +100,10 @@ def lay(found, at, start, stop, slot, shelf):
 
 @compiled_leaf
 def run_with(token, of_rank, low, high, local, run_start, run_stop):
-    """Return the first of a rank's runs ``low..high`` that ends after token number ``token`` of the rank."""
+    """Return the first of a rank's runs ``low..high`` (exclusive) that ends after token number ``token`` of the rank.
+
+    ``low``, ``high`` and the result are places in ``of_rank``, which lists runs rank by rank.
+    """
     while low < high:
         middle = (low + high) // 2
         i = of_rank[middle]
@@ -111,7 +116,7 @@ def run_with(token, of_rank, low, high, local, run_start, run_stop):
 
 @compiled
 def put_in_order(found, low, high):
-    """Sort the segments ``low..high`` by their first token."""
+    """Sort the segments ``low..high`` (exclusive) by their first token."""
     for i in range(low + 1, high):
         if found[START, i] < found[START, i - 1]:
             found[:, low:high] = found[:, low + stable_order(found[START, low:high])]

@@ -18,18 +18,18 @@ Table = NDArray[np.int32]
 OWNER, BEGIN, END, REGION, RUN_COLUMNS = range(5)
 PIECE_DOCUMENT = REGION  # the same column holds the document until regions are known
 POSITION, DOCUMENT, Q0, Q1, REGION_COLUMNS = range(5)
-"""Columns of the tables of runs and regions. Both have 32 bits, which is enough for places in a document."""
+"""Columns of the tables of runs and regions, which hold 32-bit integers: enough for places in a document."""
 LENGTH = POSITION  # the length of the document, in tables that are sorted by position
 GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = range(9)
 
 
 @compiled
 def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """Return (runs in the order of the stream, first run of each document, regions); runs behind the last document are
-    left out.
+    """Return (runs in the order of the stream, first run of each document, regions).
 
-    The runs are given rank by rank. They are first distributed to their documents and then sorted in each document.
-    Most documents are cut like the one before, so its order is tried first.
+    Document d is the stream from ``starts[d]`` to ``starts[d + 1]``; runs behind the last document are left out. The
+    runs are given rank by rank. They are first distributed to their documents and then sorted in each document. Most
+    documents are cut like the one before, so its order is tried first.
     """
     documents, count, d = len(starts) - 1, 0, 0
     pieces = np.empty((len(rank) + documents, RUN_COLUMNS), np.int32)
@@ -63,9 +63,9 @@ def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> t
 
 @compiled
 def by_document(pieces: Table, count: int, first: Ints) -> Table:
-    """Return the first ``count`` pieces sorted by document, without changing the order inside a document.
+    """Return the first ``count`` pieces of runs sorted by document, without changing the order inside a document.
 
-    The pieces of document d begin at ``first[d]``.
+    The pieces of document d begin at ``first[d]`` in the result.
     """
     found, free = np.empty((count, RUN_COLUMNS), np.int32), first[:-1].copy()
     for i in range(count):
@@ -80,8 +80,9 @@ def by_document(pieces: Table, count: int, first: Ints) -> Table:
 def lay_runs(runs, regions, region, dealt, d, low, high, order, seat):
     """Write the runs ``low..high`` of document ``d`` in the given order, and its regions after number ``region``.
 
-    Return (the number of the last region, whether the runs ascend). If ``order`` has the wrong length, nothing is
-    written and the runs count as not ascending, unless the document has no runs.
+    ``dealt`` has the runs by document, and ``order`` says which of them comes first, second, and so on. Return (the
+    number of the last region, whether the runs ascend). If ``order`` has the wrong length, nothing is written and the
+    runs count as not ascending, unless the document has no runs.
     """
     if len(order) != high - low:
         return region, high == low
@@ -117,11 +118,12 @@ def is_placed_as_ring(
     h0: Ints,
     h1: Ints,
 ) -> bool:
-    """Return whether the placement is that of a ring: documents stay in one group, and every rank computes the regions
-    of its position, in order, with all keys and for its own heads.
+    """Return whether the placement is that of a ring.
 
-    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are collected in one integer
-    instead of returning at the first one, which is faster.
+    In a ring, documents stay in one group, and every rank computes the regions of its position, in order, with all keys
+    and for its own heads. The columns from ``rank`` on are the placement's regions, rank by rank; the other tables are
+    explained in the module's docstring. Differences are collected in one integer instead of returning at the first one,
+    which is faster.
     """
     ranks, differ = seat.shape[1], 0
     if seat[GROUP].max() > 0:
@@ -147,7 +149,7 @@ def is_placed_as_ring(
 
 @compiled
 def by_position(regions: Table, lengths: Ints, ranks: int) -> tuple[Table, Ints]:
-    """Return (regions sorted by position, first region of each position).
+    """Return (regions sorted by ring position, first region of each position); a position is named by its first rank.
 
     In the result the column LENGTH, the length of the document, takes the place of the column POSITION.
     """

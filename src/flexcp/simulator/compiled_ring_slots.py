@@ -33,10 +33,11 @@ def find_ring_slots(
     """Return (``hop[rank, position]``, ``home[rank]``, whether the inputs are those of a ring).
 
     ``hop`` is the stage in which a rank receives the keys of another position, or -1 if it receives none; ``home`` is
-    the stage in which it receives queries and keys of its own position. The columns ``stage`` to ``is_keys`` are the
-    inputs of a pass. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the first and last head that each rank must receive.
-    In a ring, all that a rank receives of one position comes in one stage, each stage brings the keys of at most one
-    other position, and these stages come after the one of the own position.
+    the stage in which it receives queries and keys of its own position, or 0. The columns ``stage`` to ``is_keys`` are
+    the inputs of a pass, and ``tokens[rank]`` is how many tokens a rank keeps. ``heads[QUERIES or KEYS, 0 or 1, rank]``
+    are the first head that each rank must receive and the end (exclusive). In a ring, all that a rank receives of one
+    position comes in one stage, each stage brings the keys of at most one other position, and these stages come after
+    the one of the own position.
     """
     ranks = seat.shape[1]
     hop, home = np.full((ranks, seat[NUMBER].max() + 1), -1, np.int64), np.zeros(ranks, np.int64)
@@ -74,11 +75,12 @@ def find_ring_slots(
 
 @compiled
 def lay_hops(hop: Ints, leader: Ints, of_position: Ints, of_rank: Ints, tiles: Ints, stages: int) -> Ints:
-    """Return ``[pairs, row tiles or kernels, rank, slot]`` of the work on the keys that hops bring.
+    """Return ``[count, rank, slot]`` of the work on the keys that hops bring; counts are pairs, row tiles and kernels.
 
-    ``of_position[leader, position]`` and ``of_rank[rank, position]`` are the pairs of a whole position's rows and of
-    one rank's rows with the keys of each position; ``tiles[leader, position]`` are row tiles. A rank computes all rows
-    of its position: one kernel takes the queries that it keeps, another the queries that it received.
+    ``hop[rank, position]`` is the slot in which keys arrive (-1: none). ``of_position[leader, position]`` and
+    ``of_rank[rank, position]`` are the pairs of a whole position's rows and of one rank's rows with the keys of each
+    position; ``tiles[leader, position]`` are row tiles. A rank computes all rows of its position: one kernel takes the
+    queries that it keeps, another the queries that it received.
     """
     ranks, positions = hop.shape
     found = np.zeros((3, ranks, stages), np.int64)

@@ -40,8 +40,7 @@ Floats = NDArray[np.float64]
 
 @compiled
 def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]:
-    """Return (documents cut like the first one of ``which``, run lengths ``[document, run]`` of all of them but the
-    first).
+    """Return (documents cut like the first one of ``which``, run lengths ``[document, run]`` of all but the first).
 
     Documents are cut alike if their runs have the same owners in the same order.
     """
@@ -64,7 +63,10 @@ def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]
 
 @compiled
 def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints:
-    """Return the row tiles of each region; the first of the documents cut ``alike`` gets the tiles of all of them."""
+    """Return the row tiles of each region; the first of the documents cut ``alike`` gets the tiles of all of them.
+
+    The later documents of ``alike`` keep theirs as well, but are not counted afterwards.
+    """
     found = np.empty(len(regions), np.int64)
     for g in range(len(regions)):
         found[g] = (regions[g, Q1] - regions[g, Q0] + TILE_ROWS - 1) // TILE_ROWS
@@ -81,7 +83,7 @@ def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints
 
 @compiled_fused
 def sum_products(sizes: Floats) -> Floats:
-    """Return the sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i.
+    """Return ``[i, j]``: the sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i (else 0).
 
     Four documents at a time are added in registers. A matrix product of a library would start threads, and wait for
     them if the processor has other work.
@@ -154,10 +156,10 @@ def count_rings(
 
 @compiled_leaf
 def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own):
-    """Count the pairs of slice ``s`` of the document whose runs are ``low..high``.
+    """Count the pairs of slice ``s`` of the document whose runs are ``low..high`` (exclusive).
 
     ``keys[position]`` and ``keys_of[position, member]`` must be 0; they hold the keys that the current rows see
-    completely.
+    completely. The counts ``pairs`` to ``own`` are those of :func:`count_rings`, to which it adds.
     """
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
     zero = runs[low, REGION]
@@ -204,7 +206,10 @@ def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, se
 
 @compiled_inline
 def add_pairs(found, rank, g, of, seat, pairs, home_pairs, sees, at_home, own):
-    """Add ``found`` pairs of rows of ``rank`` in region ``g`` with keys of rank ``of``."""
+    """Add ``found`` pairs of rows of ``rank`` in region ``g`` with keys of rank ``of`` to the counts.
+
+    The counts ``pairs`` to ``own`` are those of :func:`count_rings`.
+    """
     pairs[rank, seat[NUMBER, of]] += found
     sees[g, seat[NUMBER, of]] = 1
     if seat[NUMBER, of] == seat[NUMBER, rank]:
@@ -216,7 +221,10 @@ def add_pairs(found, rank, g, of, seat, pairs, home_pairs, sees, at_home, own):
 
 @compiled_leaf
 def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, own_tiled, other_tiled):
-    """Add the row tiles of region ``g``, whose position has the leader ``leader``, wherever the region has pairs."""
+    """Add the row tiles of region ``g``, whose position has the leader ``leader``, to the counts where it has pairs.
+
+    ``tiled``, ``own_tiled`` and ``other_tiled`` are the last three results of :func:`count_rings`.
+    """
     for p in range(seat[POSITIONS, leader]):
         tiled[leader, p] += tiles if sees[g, p] > 0 else 0
     for n in range(seat[MEMBERS, leader]):
@@ -228,7 +236,10 @@ def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, own_tiled
 
 @compiled_leaf
 def add_keys(runs, i, sign, k0, k1, seat, keys, keys_of):
-    """Add the keys of run ``i`` to the range that is seen completely (``sign`` +1), or take them out (-1)."""
+    """Add the keys of run ``i`` to the keys that are seen completely (``sign`` +1), or take them out (-1).
+
+    Only keys in ``k0..k1`` (exclusive) count.
+    """
     rank, length = runs[i, OWNER], sign * (min(runs[i, END], k1) - max(runs[i, BEGIN], k0))
     keys[seat[NUMBER, rank]] += length
     keys_of[seat[NUMBER, rank], seat[MEMBER, rank]] += length
@@ -236,7 +247,7 @@ def add_keys(runs, i, sign, k0, k1, seat, keys, keys_of):
 
 @compiled_leaf
 def first_ending_after(runs, low, high, token):
-    """Return the first of the runs ``low..high`` that ends after ``token``."""
+    """Return the first of the runs ``low..high`` (exclusive) that ends after ``token``, or ``high``."""
     while low < high:
         middle = (low + high) // 2
         if runs[middle, END] <= token:
@@ -248,7 +259,7 @@ def first_ending_after(runs, low, high, token):
 
 @compiled_leaf
 def band_area(q0, q1, k0, k1, lo, hi):
-    """Return the number of pairs (q, k) with ``lo <= k - q <= hi`` in the rectangle ``q0..q1``, ``k0..k1``."""
+    """Return the number of pairs (q, k) with ``lo <= k - q <= hi``, ``q0 <= q < q1`` and ``k0 <= k < k1``."""
     lo, hi = max(lo, k0 - q1 + 1), min(hi, k1 - 1 - q0)
     if q0 >= q1 or k0 >= k1 or lo > hi:
         return 0
@@ -259,7 +270,7 @@ def band_area(q0, q1, k0, k1, lo, hi):
 
 @compiled_leaf
 def ramp(x, width):
-    """Return the sum of clamp(j, 0, width) over all j < x."""
+    """Return the sum of ``min(j, width)`` over all j from 0 to ``x - 1``; 0 if ``x`` is not positive."""
     x = max(x, 0)
     inside = min(x, width + 1)
     return inside * (inside - 1) // 2 + (x - inside) * width

@@ -1,10 +1,11 @@
 """Copies: how long each rank copies memory before and after its kernels, stage by stage.
 
 Before a rank posts a stage, it *packs* what it sends into messages. When the stage has arrived, it *takes in* what it
-received: it copies inputs to their shelves, adds results that others computed to the rows they belong to, and clears
-the memory for its own results on the new shelves. During this time the rank computes nothing, and what it packs leaves
-only afterwards. So every piece is read and written at both ends. Before the first slot the rank clears the memory for
-the results of its own tokens, and after the last slot it rounds them. The time is bytes divided by the speed of memory:
+received: it copies inputs to their shelves (the buffers that kernels read), adds results that others computed to the
+rows they belong to, and clears the memory for its own results on the new shelves. During this time the rank computes
+nothing, and what it packs leaves only afterwards. So every piece is read and written at both ends. Before the first
+slot the rank clears the memory for the results of its own tokens, and after the last slot it rounds them. The time is
+bytes divided by the speed of memory:
 
     what                        bytes
     ==========================  =================================================================
@@ -38,9 +39,10 @@ from flexcp.shape import IS_OUTPUT, Kind, Shape
 
 Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
-"""The speed of copies, per mille of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s,
-read and written together, for pieces of 16,384 tokens packed, laid and added (benchmarks/packing_gpu.py,
-docs/results/communication.md).
+"""The speed of copies, per mille of a memory's nominal speed.
+
+Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s, read and written together, for pieces of 16,384 tokens packed,
+laid and added (benchmarks/packing_gpu.py, docs/results/communication.md).
 """
 
 
@@ -60,7 +62,7 @@ def find_copies(
     messages_only: bool = False,
     inputs: Transfers | None = None,
 ) -> Copies:
-    """Return how long the copies of a pass take.
+    """Return how many nanoseconds the copies of a pass take.
 
     Memory reads or writes ``mbps`` megabytes a second, and each launch takes ``launch_ns`` more. With
     ``messages_only``, only the bytes of the messages are copied, as they travel, in one launch at each end. ``inputs``
@@ -92,7 +94,7 @@ def copy_mbps(cluster: Cluster) -> int:
 
 
 def _cleared(inputs: Transfers, ranks: int, stages: int, backward: bool, shape: Shape) -> Ints:
-    """Return the bytes ``[rank, stage]`` of results to clear on the shelves whose inputs arrive in a stage.
+    """Return the bytes ``[rank, stage]`` of results to clear on the shelves (buffers) whose inputs arrive in a stage.
 
     Shelves of keys have results, gradients, only in the backward.
     """
@@ -117,7 +119,7 @@ def _precise_bytes(shape: Shape) -> Ints:
 
 
 def _summed(place: Ints, size: Ints, shape: tuple[int, int]) -> Ints:
-    """Return the sum of ``size`` by place, as a table of the given shape.
+    """Return the sum of ``size`` by place, as a table of the given shape whose cells are numbered row by row.
 
     Floating point holds these sums exactly, and ``np.bincount`` is the fastest way to add them.
     """
@@ -125,5 +127,5 @@ def _summed(place: Ints, size: Ints, shape: tuple[int, int]) -> Ints:
 
 
 def _ns(size: Ints, mbps: int, more: Ints) -> Ints:
-    """Return the time to read or write ``size`` bytes, rounded up, plus ``more``."""
+    """Return the nanoseconds to read or write ``size`` bytes at ``mbps`` megabytes a second, plus ``more``."""
     return np.asarray(-(-size * 1000 // mbps)) + more

@@ -38,6 +38,6 @@ def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> In
 
 
 def _bytes(flows: Flows, found: Prediction) -> tuple[Ints, Ints]:
-    """Return (bytes sent, bytes received) of each rank."""
+    """Return (bytes sent, bytes received) of each rank, inside and across nodes together."""
     ports = through_ports(flows, found.cluster)
     return ports.sent.sum(axis=0), ports.received.sum(axis=0)

@@ -21,13 +21,14 @@ from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
 MANY = 1 << 30
-"""More messages than any port has: the number that may crowd a port if a stage is issued in one call."""
+"""More messages than any port has; it stands for "no limit" on how many of them crowd a port."""
 
 
 class TimedChunks(NamedTuple):
-    """Chunks in the order in which ports take them.
+    """Chunks (parts of messages) in the order in which ports take them, with ``size`` in bytes.
 
-    ``across`` is the level (0 inside nodes, 1 across nodes), ``ns`` is how long a chunk holds its ports.
+    ``across`` is the level (0 inside nodes, 1 across nodes), ``ns`` is how many nanoseconds a chunk holds its ports.
+    ``round`` is its conflict-free round in the stage, 0 for a message that is sent whole.
     """
 
     stage: Ints
@@ -48,10 +49,11 @@ def find_chunks(
     in_line: bool = False,
     ranks_per_nic: int = 1,
 ) -> TimedChunks:
-    """Return the chunks of all stages of a program.
+    """Return the chunks of all stages of a program, in the order in which ports take them.
 
-    ``rounds_per_call`` (one number per stage) replaces the plan's own choice if given. ``ranks_per_nic`` ranks share
-    one network port, which is as fast as their ports together.
+    ``rounds_per_call`` (one number per stage, 0 for whole messages in one call) replaces the plan's own choice if
+    given. With ``in_line``, ranks send whole messages peer by peer. ``ranks_per_nic`` ranks share one network port,
+    which is as fast as their ports together.
     """
     cluster = plan.cluster
     each = plan.programs[mask][backward].execution.rounds_per_call if rounds_per_call is None else rounds_per_call
@@ -73,7 +75,7 @@ def find_chunks(
 
 
 def _messages_at_target(parts: Parts, ranks: int) -> Ints:
-    """Return for each part the number of messages that arrive at its target in its stage through the same port."""
+    """Return for each part the number of messages that arrive at its target in its stage and on its level."""
     port = (parts.stage * 2 + parts.across) * ranks + parts.target
     messages = distinct(port * ranks + parts.source) // ranks
     ports, count = np.unique(messages, return_counts=True)

@@ -26,7 +26,10 @@ from flexcp.simulator.slot_work import MaskWork, SlotWork, slot_ns, slot_work
 Ints = NDArray[np.int64]
 TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "receive across")
 ROOMY_BITS = 36
-"""Bits of the longest estimated pass that is simulated in nanoseconds, 68 seconds; the clock of events has 39 bits."""
+"""A pass whose estimated nanoseconds have at most this many bits (68 seconds) is simulated exactly.
+
+Longer passes are simulated with a coarser clock; the clock of events has 39 bits.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PassModel:
-    """Work and messages of a pass, the same in every layer, and how it is executed.
+    """Work and messages of a pass (one mask in one direction), the same in every layer, and how it is executed.
 
-    ``ns[rank, slot]`` is the compute of a slot without disturbance, under the slot's margin. While transfers of the
-    rank are under way, compute takes ``slow[rank, slot]`` per mille of that time, and the transfers have
-    ``link[rank, slot]`` per mille of their speed. ``copies`` are added to the time in which a slot is busy.
+    ``found`` is the work of every slot, and ``ns[rank, slot]`` the nanoseconds of its compute without disturbance,
+    under the slot's margin (multiprocessors left to transfers). While transfers of the rank are under way, compute
+    takes ``slow[rank, slot]`` per mille of that time, and the transfers have ``link[rank, slot]`` per mille of their
+    speed. ``copies`` are added to the time in which a slot is busy. ``latency_ns`` passes between posting a stage and
+    its start.
     """
 
     name: str
@@ -98,7 +103,7 @@ class PassModel:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that was simulated, with all times in nanoseconds.
+    """A pass (one mask in one direction) that was simulated, with all times in nanoseconds.
 
     ``start[rank]`` is when each rank was ready; ``begin`` and ``end`` are ``[rank, slot]``, copies and compute
     together; ``chunk_begin`` and ``chunk_end`` are those of every chunk of the model.
@@ -113,21 +118,21 @@ class Pass:
 
     @property
     def done(self) -> Ints:
-        """When each rank has finished the pass."""
+        """When each rank has finished the pass, in nanoseconds."""
         return self.end[:, -1]
 
     @property
     def compute_ns(self) -> Ints:
-        """How long each rank computes or copies."""
+        """How many nanoseconds each rank computes or copies."""
         return np.asarray((self.end - self.begin).sum(axis=1))
 
     @property
     def wait_ns(self) -> Ints:
-        """How long each rank neither computes nor copies, between its start and its end."""
+        """How many nanoseconds each rank neither computes nor copies, between its start and its end."""
         return self.done - self.start - self.compute_ns
 
     def events(self) -> Iterator[Event]:
-        """Yield the timeline: compute and waits of every rank, and every message at both of its ends."""
+        """Yield the timeline: compute and waits of every rank, and every chunk of a message at both of its ends."""
         name = self.model.name
         for rank in range(self.model.ranks):
             free = int(self.start[rank])
@@ -157,8 +162,9 @@ def pass_model(
 ) -> PassModel:
     """Return the work and messages of a mask's program in one direction.
 
-    ``ns[rank, slot]`` replaces the modelled compute by measured compute. ``shared`` is the :class:`MaskWork` that both
-    directions of the mask use, if the caller has it.
+    ``ns[rank, slot]`` are measured nanoseconds of compute, which replace the modelled ones; ValueError is raised if the
+    array has another shape than the program. ``shared`` is the :class:`MaskWork` that both directions of the mask use,
+    if the caller has it.
     """
     program = rules.applied(plan.programs[mask][backward])
     inputs = pass_inputs(plan, mask, backward)
@@ -181,7 +187,7 @@ def pass_model(
 
 
 def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, inputs: Transfers) -> Copies:
-    """Return the copies of a pass under these rules."""
+    """Return the nanoseconds of copies in a pass under these rules."""
     if rules.copy_mbps == 0:
         return Copies(*np.zeros((2, plan.ranks, plan.programs[mask][backward].stages), np.int64))
     mbps = copy_mbps(plan.cluster) if rules.copy_mbps is None else rules.copy_mbps
@@ -193,9 +199,10 @@ def _contention(
 ) -> tuple[Ints, Ints, Ints]:
     """Return three tables ``[rank, slot]``, per mille, under the plan's margins.
 
-    They are: the time of compute alone, the time of compute beside transfers relative to that, and the speed of
-    transfers beside compute. The transfers beside a slot are assumed to be those of the next stage; they count as
-    transfers inside the node if any of them is.
+    They are: the time of compute under the slot's margin without transfers, the time of compute beside transfers
+    relative to that, and the speed of transfers beside compute. Without ``rules.contention`` all are 1000. The
+    transfers beside a slot are assumed to be those of the next stage; they count as transfers inside the node if any of
+    them is.
     """
     if not rules.contention:
         alone, slow, link = np.full((3, ranks, program.stages), 1000, np.int64)
@@ -217,7 +224,7 @@ def _contention(
 
 
 def run_pass(model: PassModel, start: Ints) -> Pass:
-    """Run a pass on simulated time; each rank begins at its time in ``start``."""
+    """Run a pass on simulated time; rank r begins at ``start[r]`` nanoseconds."""
     from flexcp.simulator.compiled_events import run_events  # compiled: only simulations need Numba
 
     work, c, ranks = model.ns, model.chunks, model.ranks
@@ -251,8 +258,8 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
 def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: Ints) -> int:
     """Return by how many bits the times of a pass must be shortened for the clock of events: 0 unless it takes minutes.
 
-    The length of the pass is estimated from the busiest rank and the busiest port; ``ROOMY_BITS`` leaves room for waits
-    and contention.
+    The length of the pass is estimated from the busiest rank and the busiest port (``port`` is the port of each chunk);
+    ``ROOMY_BITS`` leaves room for waits and contention.
     """
     longest = int(start.max()) + int(work.sum(axis=1).max()) + int(copies.sum(axis=2).max())
     if len(chunk_ns):
@@ -261,11 +268,11 @@ def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: 
 
 
 def _in_turns(work: Ints, copies: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return (work, copies, stage, posted, pace) with every slot divided into three, for programs in which some stages
-    are posted in their own slot, without work beside them.
+    """Divide every slot into three, for programs in which some stages are posted in their own slot (``ahead`` 0).
 
-    The first of the three slots receives; the second takes in, posts stages ahead of their slot and computes; the third
-    posts the stage of the next slot when all work is done.
+    The messages of such stages travel without work beside them. The first of the three slots receives; the second takes
+    in, posts stages ahead of their slot and computes; the third posts the stage of the next slot when all work is done.
+    Return (work, copies, stage, posted, pace) for the divided slots; ``posted`` is the slot that posts each stage.
     """
     number = np.arange(len(how))
     apart, copied = (

@@ -1,4 +1,4 @@
-"""Ring counts: the pairs between the positions of a ring.
+"""Ring counts: the (query, key) pairs between the positions of a ring.
 
 In a ring, the keys of whole ranks move from position to position, and a rank computes, for its heads, all rows that its
 position keeps. So the work differs only by position: the keys of a hop all come from one position. Cutting a document
@@ -34,12 +34,12 @@ EXACT = 1 << 53
 
 
 class Seats(NamedTuple):
-    """For each rank its group, its position in the group's ring (``number``) and which ``member`` of the position it
-    is.
+    """The place of each rank: its group, its position in the group's ring and its place among the position's ranks.
 
-    ``positions`` and ``members`` are how many positions its ring and how many members each position has. ``leader`` is
-    the first rank of its position. The rank computes the query heads ``first_head..last_head``. These columns are the
-    rows of the table ``seat`` in :mod:`flexcp.simulator.compiled_rings`.
+    They are ``group``, ``number`` and ``member``. ``positions`` and ``members`` are how many positions its ring and how
+    many members each position has. ``leader`` is the first rank of its position. The rank computes the query heads
+    ``first_head`` to ``last_head`` (exclusive). These columns are the rows of the table ``seat`` in
+    :mod:`flexcp.simulator.compiled_rings`.
     """
 
     group: Ints
@@ -53,7 +53,7 @@ class Seats(NamedTuple):
 
 
 class RingCounts(NamedTuple):
-    """Pairs of one head, and row tiles, between the ranks and positions of rings.
+    """(Query, key) pairs of one head, and row tiles, between the ranks and positions of rings.
 
     ``pairs[rank, position]`` are the pairs of the rows that a rank keeps with the keys of a position,
     ``home_pairs[rank, member]`` those with the keys of each member of its own position. ``tiles[leader, position]`` are
@@ -71,7 +71,10 @@ class RingCounts(NamedTuple):
 
 
 def count_ring(plan: Plan, mask: int) -> RingCounts | None:
-    """Return the pairs between the positions of a ring under a mask, or None if the placement is not that of a ring."""
+    """Return the (query, key) pairs between the positions of a ring under a mask, or None.
+
+    It is None if the placement is not that of a ring, or if the batch may have more than 2**53 pairs.
+    """
     from flexcp.simulator import compiled_ring_runs as placed  # compiled: only simulations need Numba
     from flexcp.simulator import compiled_rings as loops
 
@@ -101,7 +104,7 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
 
 
 def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple[Ints, bool]:
-    """Return (documents that may be cut alike, whether they have a full mask).
+    """Return (documents that may be cut alike, whether they have a full mask); ``runs`` is their number of runs.
 
     These are the documents with a causal mask or those with a full mask, whichever are more. Of these, only documents
     with one number of runs are returned: the number that has the most runs in total.
@@ -118,9 +121,10 @@ def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple
 
 
 def _seen(products: Floats, sizes: Floats, ahead: bool) -> Floats:
-    """Return the pairs ``[run of rows, run of keys]``, from the products of lengths at and below the diagonal.
+    """Return the (query, key) pairs ``[run of rows, run of keys]``, from the products of the runs' lengths.
 
-    ``sizes`` are the total lengths of each run; ``ahead`` is True for full masks, in which rows also see later keys.
+    ``products`` are at and below the diagonal, summed over documents, and may be changed. ``sizes`` are the total
+    lengths of each run; ``ahead`` is True for full masks, in which rows also see later keys.
     """
     if ahead:
         return products + np.tril(products, -1).T
@@ -129,7 +133,10 @@ def _seen(products: Floats, sizes: Floats, ahead: bool) -> Floats:
 
 
 def _add_pairs(pairs: Floats, home_pairs: Ints, seats: Seats, owner: Ints, seen: Floats) -> None:
-    """Add the pairs ``seen[run of rows, run of keys]`` to both counts; ``owner`` is the rank that keeps each run."""
+    """Add the pairs ``seen[run of rows, run of keys]`` to both counts; ``owner`` is the rank that keeps each run.
+
+    ``pairs`` and ``home_pairs`` are those of :class:`RingCounts`.
+    """
     number, member, leader = seats.number[owner], seats.member[owner], seats.leader[owner]
     place = owner[:, None] * pairs.shape[1] + number
     pairs += np.bincount(place.ravel(), seen.ravel(), pairs.size).reshape(pairs.shape)
@@ -138,7 +145,7 @@ def _add_pairs(pairs: Floats, home_pairs: Ints, seats: Seats, owner: Ints, seen:
 
 
 def _seats(placement: Placement, heads: int) -> Seats | None:
-    """Return the seats of all ranks, or None if the placement's groups are not grids that contain every rank."""
+    """Return the seats of all ranks, or None if the placement's groups are not rectangular grids with every rank."""
     columns = np.full((len(Seats._fields), placement.ranks), -1, np.int64)
     for g, grid in enumerate(placement.traffic.groups):
         positions, members = len(grid), len(grid[0])
@@ -152,7 +159,7 @@ def _seats(placement: Placement, heads: int) -> Seats | None:
 
 
 def _crews(seats: Seats) -> Ints:
-    """Return the ranks of each position, ``[leader, member]``."""
+    """Return the ranks of each position, ``[leader, member]``; the leader is the first rank of the position."""
     crews = np.zeros((len(seats.leader), int(seats.members.max())), np.int64)
     crews[seats.leader, seats.member] = np.arange(len(seats.leader))
     return crews
@@ -164,7 +171,7 @@ def _columns(table: Table) -> list[Ints]:
 
 
 def _own(column: Ints) -> Ints:
-    """Return a contiguous, writable copy.
+    """Return a contiguous, writable copy of a column.
 
     Some arrays of a batch are writable and some are not, and loops would be compiled separately for both.
     """

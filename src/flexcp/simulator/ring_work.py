@@ -1,11 +1,11 @@
-"""Ring work: the work of every slot of a ring, from the pairs between its positions.
+"""Ring work: the work of every slot of a ring, from the (query, key) pairs between its positions.
 
 :mod:`flexcp.simulator.ring_counts` counts the pairs once for both directions; the transfers say in which slot the keys
 of a position arrive. The result is the same as that of :mod:`flexcp.simulator.slot_work`, which cuts every region along
 what arrives.
 
 Whether a plan is a ring is decided by its tables, not by the name of its strategy. For transfers that are not those of
-a ring, the functions here return None.
+a ring, :func:`find_slots` returns None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 class RingSlots(NamedTuple):
-    """The slots in which keys arrive.
+    """The slots in which the keys of a ring arrive.
 
     ``hop[rank, position]`` is the slot of the keys of each other position (-1: none come), ``home[rank]`` the slot of
     what the other members of the rank's own position keep (0: none come).
@@ -59,7 +59,10 @@ def find_slots(
 
 
 def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[Ints, Ints, Ints]:
-    """Return three tables ``[rank, slot]``: pairs and row tiles x query heads, pairs x query heads, kernels."""
+    """Return three tables ``[rank, slot]``: work, (query, key) pairs and kernels.
+
+    Work is pairs and row tiles; it and pairs are multiplied by the query heads of the rank.
+    """
     from flexcp.simulator.compiled_ring_slots import lay_hops  # compiled: only simulations need Numba
 
     leader, member = counts.seats.leader, counts.seats.member
@@ -81,7 +84,10 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
 
 
 def _sum_by_position(values: Ints, seats: Seats) -> Ints:
-    """Return the sums over the ranks of each position, in the row of its leader; other rows are 0."""
+    """Return the sums of rows of ``values`` over the ranks of each position, in the row of its first rank.
+
+    Other rows are 0.
+    """
     found = np.zeros_like(values)
     for member in range(int(seats.members.max())):
         of = np.flatnonzero(seats.member == member)

@@ -1,8 +1,9 @@
-"""Slot work: how long every rank computes in every slot of a program.
+"""Slot work: how much every rank computes in every slot of a program.
 
-The slot in which work runs is given by the executor's rule (:mod:`flexcp.plan.slots`). Pairs are counted exactly, by
-cutting the regions along what arrives in each stage. Every pass over a region costs its row tiles, and every kernel
-costs its start. :mod:`flexcp.schedule.work` computes the same in closed form.
+In slot s a rank waits for the messages of stage s, posts messages of later stages, and computes. The slot in which work
+runs is given by the executor's rule (:mod:`flexcp.plan.slots`). (Query, key) pairs are counted exactly, by cutting the
+regions along what arrives in each stage. Every pass over a region costs its row tiles, and every kernel costs its
+start. :mod:`flexcp.schedule.work` computes the same in closed form.
 
 This makes as many parts as there are combinations of regions and the pieces they see. A ring has very many, so it is
 counted by position instead (:mod:`flexcp.simulator.ring_work`); the numbers are the same.
@@ -33,8 +34,9 @@ Ints = NDArray[np.int64]
 
 
 class SlotWork(NamedTuple):
-    """Tables ``[rank, slot]``: pairs x query heads including row tiles, the same without row tiles, and kernels
-    started.
+    """What ranks compute, in tables ``[rank, slot]``: ``pairs`` is (query, key) pairs x query heads.
+
+    ``work`` is the same including row tiles, and ``kernels`` the number of kernels started.
     """
 
     work: Ints
@@ -57,8 +59,9 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskWork:
-    """What both directions of a mask need for counting, computed when it is first used: its ring, or its regions cut by
-    their slices.
+    """What counting needs in both directions of a mask: its ring, or its regions cut by their slices.
+
+    Each is computed when it is first used.
     """
 
     plan: Plan
@@ -71,8 +74,10 @@ class MaskWork:
 
     @cached_property
     def cuts(self) -> tuple[Ints, Ints, Ints]:
-        """(Region of each cut, its slice in stream coordinates, the table of regions that compiled loops read); a cut
-        is the non-empty intersection of a region and a slice of the mask.
+        """(Region of each cut, its slice in stream coordinates, the table of regions that compiled loops read).
+
+        A cut is the non-empty intersection of a region and a slice of the mask. The table has the rows rank, first
+        head, end of heads and row tiles.
         """
         placement = self.plan.placement
         regions = placement.regions[self.mask]
@@ -86,7 +91,7 @@ class MaskWork:
 def slot_work(
     plan: Plan, mask: int, backward: bool, shared: MaskWork | None = None, inputs: Transfers | None = None
 ) -> SlotWork:
-    """Return the work of a mask's program in one direction.
+    """Return the work of a mask's program in one direction, in every slot of every rank.
 
     ``shared`` (for both directions of the mask) and ``inputs`` (:func:`flexcp.plan.slots.pass_inputs`) are computed if
     the caller does not have them.
@@ -104,7 +109,10 @@ def slot_work(
 def cut_work(
     plan: Plan, mask: int, program: Program, shared: MaskWork | None = None, inputs: Transfers | None = None
 ) -> SlotWork:
-    """Return the work of any program, counted by cutting every region along what arrives."""
+    """Return the work of any program, counted by cutting every region along what arrives.
+
+    ``shared`` and ``inputs`` are as in :func:`slot_work`.
+    """
     from flexcp.simulator import compiled_cuts as loops  # compiled: only simulations need Numba
 
     shape, ranks, slots = plan.shape, plan.ranks, program.stages
@@ -173,8 +181,9 @@ def _last_inputs(inputs: Transfers, ranks: int) -> Ints:
 
 
 def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
-    """Return the work of a gather, which brings all other keys in one stage: own work in slot 0, all other work in slot
-    1.
+    """Return the work of a gather: own work in slot 0, all other work in slot 1.
+
+    A gather brings all other keys in one stage.
     """
     found = []
     for columns in _own_and_rest(plan, mask):
@@ -185,9 +194,9 @@ def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
 
 
 def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
-    """Return ((own work, other work), (own pairs, other pairs)) of each rank, x query heads; work includes row tiles.
+    """Return ((own work, other work), (own pairs, other pairs)) of each rank.
 
-    Own work is on the rank's own rows and keys.
+    All are in (query, key) pairs x query heads; work includes row tiles. Own work is on the rank's own rows and keys.
     """
     placement = plan.placement
     regions = placement.regions[mask]

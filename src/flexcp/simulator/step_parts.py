@@ -29,11 +29,11 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a step besides attention: the other layers and the vocabulary of ``model``, gradient sync, and the
-    collectives of tensor parallelism.
+    """The parts of a step besides attention: the other layers and the vocabulary of ``model``, and collectives.
 
-    ``model`` is one rank's share of the model if tensor parallelism over ``tp`` ranks divides it. ``sync`` is
-    ``"fsdp"``, ``"allreduce"`` or ``"none"``; ``overlap_permille`` of a layer's time can hide it.
+    ``model`` is one rank's share of the model if tensor parallelism over ``tp`` ranks divides it. ``sync`` is how
+    gradients are summed: ``"fsdp"``, ``"allreduce"`` or ``"none"``. ``overlap_permille`` of a layer's time can hide the
+    sync. Collectives of tensor parallelism are never hidden.
     """
 
     model: Preset
@@ -47,20 +47,17 @@ class Training:
 
 
 def layers_alone(cost: CostModel, shape: Shape) -> Training:
-    """Return the step that is assumed if the user describes none: layers only, without vocabulary, sync and
-    collectives.
-    """
+    """Return the step that is assumed if the user describes none: layers without vocabulary and collectives."""
     return Training(Preset(cost.model or dense_model(shape), shape, vocabulary=1), sync="none")
 
 
 def beyond_layers_ns(
     tokens: Ints, layers: int, shape: Shape, cluster: Cluster, cost: CostModel, training: Training
 ) -> Ints:
-    """Return the least time of a step besides attention and the other layers, for ranks with the given numbers of
-    tokens.
+    """Return the least nanoseconds of a step besides attention and the other layers, for each rank.
 
-    It consists of the vocabulary's projection, the collectives of tensor parallelism, and the part of the gradient sync
-    that nothing can hide.
+    ``tokens[rank]`` is how many tokens a rank has. The time consists of the vocabulary's projection, the collectives of
+    tensor parallelism, and the part of the gradient sync that nothing can hide.
     """
     head = cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
@@ -68,7 +65,7 @@ def beyond_layers_ns(
 
 
 def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -> int:
-    """Return the time of the sync before the first and after the last layer, which no compute hides.
+    """Return the nanoseconds of the sync before the first and after the last layer, which no compute hides.
 
     ``"fsdp"`` gathers the weights of the first layer, and once the weights of embedding and head, which belong to no
     layer; their gradients are scattered at the end, as with ``fully_shard`` of a model. ``"allreduce"`` sums the
@@ -86,8 +83,9 @@ def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -
 
 
 def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostModel, training: Training) -> Ints:
-    """Return the time of one layer's tensor-parallel collectives on each rank, forward and backward; no compute hides
-    them.
+    """Return the nanoseconds of one layer's tensor-parallel collectives on each rank, forward and backward together.
+
+    No compute hides them.
     """
     if training.tp == 1:
         return np.zeros_like(tokens)
@@ -99,7 +97,7 @@ def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostM
 
 
 def collective_ns(cluster: Cluster, cost: CostModel, weights: int) -> int:
-    """Return the time of one all-gather or reduce-scatter of this many weights over all ranks."""
+    """Return the nanoseconds of one all-gather or reduce-scatter of this many 2-byte weights over all ranks."""
     size = np.array([WEIGHT_BYTES * weights], np.int64)
     inside = int(cost.link_ns(size * (cluster.ranks - 1) // cluster.ranks, cluster.intra_mbps)[0])
     if cluster.nodes == 1:

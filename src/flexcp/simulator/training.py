@@ -43,6 +43,7 @@ from flexcp.simulator.step_parts import Training, collective_ns, sync_at_the_end
 
 Ints = NDArray[np.int64]
 SIMULATED_LAYERS = 2
+"""Of the layers under each mask, this many are simulated in each direction; the others are extrapolated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +78,17 @@ class Simulation:
     step: StepTime | None = field(default=None)
 
     def pass_ns(self, backward: bool) -> int:
-        """Return the time of attention in one direction over all layers, by the slowest rank of each pass."""
+        """Return the nanoseconds of attention in one direction over all layers, by the slowest rank of each pass."""
         masks = self.plan.batch.masks
         return sum(m.layers * int(p[backward].done.max()) for m, p in zip(masks, self.passes, strict=True))
 
     @property
     def attention_ns(self) -> int:
-        """The time of attention, forward and backward, over all layers."""
+        """The nanoseconds of attention, forward and backward, over all layers."""
         return self.pass_ns(False) + self.pass_ns(True)
 
     def bounds(self, backward: bool) -> Bounds:
-        """Return the lower bounds of one direction over all layers."""
+        """Return the lower bounds on the nanoseconds of attention in one direction over all layers."""
         found = [self._bounds[m][backward] for m in range(len(self.passes))]
         layers = [m.layers for m in self.plan.batch.masks]
         return Bounds(
@@ -111,8 +112,7 @@ class Simulation:
         return self.pass_ns(backward) / self.bounds(backward).floor
 
     def mfu(self, backward: bool | None = None) -> float:
-        """Return the useful FLOPs of attention divided by what all ranks could compute in its time at their nominal
-        peak.
+        """Return the share of the ranks' nominal peak that the useful FLOPs of attention reach in its time.
 
         ``backward`` chooses one direction; None means both.
         """
@@ -130,12 +130,12 @@ class Simulation:
 
     @cached_property
     def _useful(self) -> list[int]:
-        """The pairs x query heads of each mask in one layer."""
+        """The (query, key) pairs x query heads of each mask in one layer."""
         return [int(self.plan.work(m).sum()) for m in range(len(self.passes))]
 
     @property
     def exposed_ns(self) -> int:
-        """How much of :attr:`attention_ns` the slowest ranks spent waiting."""
+        """How many nanoseconds of :attr:`attention_ns` the slowest rank of each pass spent waiting."""
         return sum(
             mask.layers * int(p.wait_ns[p.done.argmax()])
             for mask, pair in zip(self.plan.batch.masks, self.passes, strict=True)
@@ -143,7 +143,7 @@ class Simulation:
         )
 
     def events(self) -> list[Event]:
-        """Return the timeline of one layer: the forward of every mask, then the backward of every mask.
+        """Return the timeline of one layer of each mask: the forward of every mask, then the backward of every mask.
 
         Each pass begins when the slowest rank has finished the pass before.
         """
@@ -166,8 +166,8 @@ def simulate(
 ) -> Simulation:
     """Run a plan on simulated time.
 
-    ``measured(mask, backward)`` replaces the modelled compute by measured nanoseconds ``[rank, slot]``. With
-    ``training``, a whole training step is simulated as well.
+    ``cost`` replaces the plan's cost model. ``measured(mask, backward)`` returns measured nanoseconds ``[rank, slot]``,
+    which replace the modelled compute. With ``training``, a whole training step is simulated as well.
     """
     cost = plan.cost if cost is None else cost
     zero = np.zeros(plan.ranks, np.int64)
@@ -178,7 +178,7 @@ def simulate(
 
 
 def simulated_step(plan: Plan, training: Training, rules: Rules = Rules()) -> StepTime:  # noqa: B008 - immutable
-    """Return the time of a whole step, without the passes that :func:`simulate` runs as well."""
+    """Return the time of a whole training step, without the separate passes that :func:`simulate` runs as well."""
     models = [_pass_models(plan, m, plan.cost, rules, None) for m in range(len(plan.programs))]
     return _whole_step(plan, plan.cost, models, training)
 
@@ -197,7 +197,10 @@ def _pass_models(
 
 
 def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassModel]], training: Training) -> StepTime:
-    """Return the time of a step, layer after layer; of the layers under each mask, the first two are simulated."""
+    """Return the time of a step, layer after layer; the first two layers under each mask are simulated.
+
+    ``models[mask]`` are the models of the forward and the backward pass.
+    """
     tokens, shape, cluster = plan.placement.tokens, plan.shape, plan.cluster
     linear = cost.linear_ns(tokens, shape, cluster)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
@@ -245,10 +248,10 @@ def _reached_by_messages(transfers: Transfers, ranks: int) -> Ints:
 
 
 def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
-    """Return the time that each rank takes per layer once ranks that exchange messages keep the same pace.
+    """Return the nanoseconds that each rank takes per layer once ranks that exchange messages keep the same pace.
 
-    ``groups`` gives the connected ranks; ``begin``, ``end`` and ``busy`` are the times of each rank in a simulated
-    layer.
+    Ranks with the same number in ``groups`` are connected by messages; ``begin``, ``end`` and ``busy`` are the times of
+    each rank in a simulated layer.
     """
 
     def largest(values: Ints) -> Ints:
@@ -260,10 +263,11 @@ def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
 
 
 def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin: int, ready: Ints) -> Ints:
-    """Return how long each rank waits for the weights of the next layer, ``[part, rank]``.
+    """Return how long each rank waits for the weights of the next layer, ``[part, rank]``, in nanoseconds.
 
-    They arrive when the last rank has begun this layer and the collective has run. The wait counts as sync up to the
-    time of the collective, beyond that as waiting for the last rank.
+    The parts are those of :class:`StepTime`; without ``fsdp`` all are 0. The weights arrive when the last rank has
+    begun this layer (``last_begin``) and the collective has run; ``ready[rank]`` is when a rank needs them. The wait
+    counts as sync up to the time of the collective, beyond that as waiting for the last rank.
     """
     found = np.zeros((4, plan.ranks), np.int64)
     if training.sync == "fsdp":
@@ -275,7 +279,7 @@ def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin
 
 
 def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:
-    """Return the part of a layer's collectives that the layer's own time does not hide, for each rank."""
+    """Return the nanoseconds of a layer's collectives that its own time ``layer_ns`` does not hide, for each rank."""
     if training.sync == "none":
         return np.zeros(plan.ranks, np.int64)
     # An all-reduce is a reduce-scatter and an all-gather, and is needed for gradients only.

@@ -1,5 +1,4 @@
-"""Checks of everything that flexcp assumes about a cluster, on all its ranks, in the order in which things can go
-wrong.
+"""Checks of everything that flexcp assumes about a cluster, on all ranks, in the order in which things can go wrong.
 
 1. *Versions* and *hosts*, from the ranks' cards, without a process group. If one of these fails, the rest is not run.
 2. *Exactness*: small plans of several strategies against dense attention on one rank, over the backend of real steps.
@@ -47,17 +46,19 @@ from flexcp.shape import Shape
 
 FORMAT = "flexcp-accept-1"
 MOST_ERROR = 0.3
-"""The largest accepted error of predicted times on GPUs: the median over strategies."""
+"""The largest accepted error of predicted times on GPUs, as a fraction: the median over strategies."""
 LONGEST_EXACT = 2048
 """The most tokens of a document in the exactness check, whose reference is dense attention."""
 CPU_TOKENS, CPU_WORK = (256, 512, 1024), ("causal", "full", "docs4", "docs16")
 Begin = Callable[[str], None]
+"""Called with the name of each step before it begins."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What to check: the cluster that the ranks should form,
-    and the attention, documents and strategies to run on it.
+    """What to check: the cluster that the ranks should form, and the attention, documents and strategies to run on it.
+
+    In a ``rehearsal`` ranks may share hosts and GPUs, and speeds are not compared with the cluster's.
     """
 
     cluster: Cluster
@@ -71,7 +72,7 @@ class Setting:
 
 @dataclass
 class Acceptance:
-    """The results so far."""
+    """The results of an acceptance run so far: cards of ranks, checks, links, and times of strategies (``rows``)."""
 
     setting: Setting
     cards: list[RankCard] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Acceptance:
         return [f"{check.name}: {line}" for check in self.checks for line in check.failures]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the results as JSON with the documented keys."""
+        """Return the results as JSON values, with the keys that docs/json.md explains."""
         setting = self.setting
         return {
             "format": FORMAT,
@@ -121,12 +122,10 @@ class Acceptance:
 
 
 def accept(found: Acceptance, start: Callable[[], dist.ProcessGroup], begin: Begin = lambda _: None) -> bool:
-    """Run all checks; collective over the ranks whose cards ``found`` holds. Returns on every rank whether all checks
-    passed;
-    ``found`` has the results on rank 0.
+    """Run all checks; collective over the ranks whose cards ``found`` holds. Return on every rank whether all passed.
 
-    ``start`` makes the process group and is called only if the checks before it passed; ``begin`` is called with the
-    name of each step.
+    ``found`` has the results on rank 0. ``start`` makes the process group and is called only if the checks before it
+    passed; ``begin`` is called with the name of each step.
     """
     setting = found.setting
     found.checks += [
@@ -152,7 +151,7 @@ def accept(found: Acceptance, start: Callable[[], dist.ProcessGroup], begin: Beg
 
 
 def _exactness(group: dist.ProcessGroup, setting: Setting, begin: Begin) -> Check:
-    """Check exactness: the result on rank 0, on other ranks a check that passed."""
+    """Check the exactness of every strategy; the result is complete on rank 0, other ranks find no failures."""
     ranks = setting.cluster.ranks
     batch = make_batch([min(LONGEST_EXACT, 32 * ranks + 5), min(LONGEST_EXACT, 8 * ranks), 17, 1], causal())
     shape = setting.shape if setting.device == "cuda" else replace(setting.shape, dtype="float64")
@@ -185,7 +184,7 @@ def _exactness(group: dist.ProcessGroup, setting: Setting, begin: Begin) -> Chec
 
 
 def _calibration(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> Calibration:
-    """Fit the cost model of these ranks and links; every rank returns the same one."""
+    """Fit the cost model of these ranks and links; collective, with the same result on every rank."""
     setting = found.setting
     work = (GPU_TOKENS, GPU_WORK) if setting.device == "cuda" else (CPU_TOKENS, CPU_WORK)
     task, model = KernelTask(setting.shape, setting.device, *work), dense_model(setting.shape)
@@ -209,7 +208,10 @@ def _calibration(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> C
 
 
 def _speeds(links: list[PairLink]) -> dict[str, int]:
-    """Return the median speeds of the measured levels; the latency is that of links across nodes, if there are any."""
+    """Return the median speeds of the measured levels (inside and across nodes) as fields of a cluster.
+
+    The latency is that of links across nodes, if there are any.
+    """
     speeds: dict[str, int] = {}
     for across, name in ((False, "intra_mbps"), (True, "inter_mbps")):
         level = [link for link in links if link.across == across]
@@ -220,6 +222,7 @@ def _speeds(links: list[PairLink]) -> dict[str, int]:
 
 
 def _predictions(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> Check:
+    """Plan, predict and time every strategy, and check the median error; collective."""
     setting, fitted = found.setting, found.calibration
     assert fitted is not None
     task = BenchTask(

@@ -15,13 +15,14 @@ from flexcp.executor.exchange.hosts import shared_host, split_node
 from flexcp.measure.accept.rank_cards import RankCard, rank_words
 
 VERSIONS = ("flexcp", "source", "python", "torch", "nccl", "device")
-"""Fields of a card that must be the same on all ranks."""
+"""Fields of a rank's card that must be the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: ``value`` is what was found in a few words, ``failures`` one line for each failure,
-    ``missing`` the reason if the check could not run.
+    """The result of one check: ``value`` is what was found in a few words, ``failures`` has one line for each failure.
+
+    ``missing`` is the reason if the check could not run.
     """
 
     name: str
@@ -56,7 +57,10 @@ def versions_check(cards: Sequence[RankCard]) -> Check:
 
 
 def hosts_check(cards: Sequence[RankCard], cluster: Cluster, rehearsal: bool) -> Check:
-    """Check whether the cluster's nodes are the hosts, and every rank has its own GPU. A rehearsal may share both."""
+    """Check whether the cluster's nodes are the hosts, and every rank has its own GPU.
+
+    In a ``rehearsal`` nodes may share a host, and ranks a GPU.
+    """
     hosts = [card.host for card in cards]
     found = [split_node(cluster, hosts)]
     if not rehearsal:
@@ -70,6 +74,7 @@ def hosts_check(cards: Sequence[RankCard], cluster: Cluster, rehearsal: bool) ->
 
 
 def _shared_gpu(cards: Sequence[RankCard]) -> str | None:
+    """Return a line about the first two ranks that share a GPU, or None."""
     first: dict[tuple[str, str], RankCard] = {}
     for card in cards:
         if card.device != "cuda":
@@ -95,6 +100,7 @@ def _who(cards: Sequence[RankCard]) -> str:
 
 
 def _difference(field: str, value: str, usual: str, several: bool) -> str:
+    """Return the end of a failure: which version or device these ranks have, which the others, and what to do."""
     run, compute = ("run", "compute") if several else ("runs", "computes")
     if field == "source":
         return f"{run} other code of the same flexcp version ({value}, others {usual}); install the same on every host"

@@ -3,8 +3,8 @@
 Ranks exchange messages in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so
 shared links are measured while they are shared. Inside a node every rank meets every other rank, in rounds like those
 of a tournament. Across nodes a rank meets the ranks with its own place in other nodes. At most :data:`MOST_ROUNDS`
-rounds are run, enough for every rank to take part. Messages grow until one takes :data:`LONG_NS`. The time of a pair is
-that of its slower end in the fastest repeat.
+rounds are run, enough for every rank to take part. Messages grow until one takes :data:`LONG_NS`, but at least
+:data:`ALWAYS` sizes are measured. The time of a pair is that of its slower end in the fastest repeat.
 
 The usual speed of a level is the median over ranks of each rank's fastest link. (A median over links would be wrong:
 with few hosts, one slow host makes most links slow.) A link is too slow below half of the usual speed, or below half of
@@ -26,11 +26,14 @@ from flexcp.measure.accept.rank_cards import MOST_NAMED, RankCard, rank_words
 from flexcp.measure.calibrate.links import LinkTimes, exchange_samples
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+"""The message sizes in bytes that are measured, from the smallest on."""
 ALWAYS = 4
-"""The number of sizes that are measured however long they take:
-with fewer, no slope could be fitted with one held out.
+"""The number of sizes that are measured however long they take.
+
+With fewer, no slope could be fitted with one held out.
 """
 LONG_NS = 1e8
+"""Larger messages are not measured once one takes this many nanoseconds."""
 MOST_ROUNDS = 8
 REPEATS = 5
 LEAST_SHARE = 0.5
@@ -39,7 +42,10 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PairLink:
-    """Two ranks that exchanged messages, and the nanoseconds for each message size."""
+    """Two ranks that exchanged messages, and the nanoseconds for each message size of ``SIZES``, as far as measured.
+
+    ``across`` says that they are on different nodes.
+    """
 
     a: int
     b: int
@@ -48,14 +54,16 @@ class PairLink:
 
     @property
     def mbps(self) -> float:
-        """Megabytes a second each way: the difference of the largest and the smallest message over the difference
-        of their times.
+        """Megabytes a second each way, from the largest and the smallest message.
+
+        It is the difference of their sizes over the difference of their times.
         """
         more = max(1.0, self.ns[-1] - self.ns[0])
         return 1000 * (SIZES[len(self.ns) - 1] - SIZES[0]) / more
 
     @property
     def latency_ns(self) -> float:
+        """The nanoseconds of the smallest message beyond the time of its bytes."""
         return max(0.0, self.ns[0] - 1000 * SIZES[0] / self.mbps)
 
 
@@ -65,8 +73,9 @@ def level_words(across: bool) -> str:
 
 
 def measure_level(group: dist.ProcessGroup, cluster: Cluster, across: bool, device: str) -> list[PairLink]:
-    """Measure the links of a level; collective, with the same result on all ranks.
-    Empty if the cluster has no such links.
+    """Measure the links of a level, inside or across nodes; collective, with the same result on all ranks.
+
+    The result is empty if the cluster has no such links.
     """
     rank, found = dist.get_rank(group), []
     for pairs in _pairings(cluster, across):
@@ -87,7 +96,8 @@ def measure_level(group: dist.ProcessGroup, cluster: Cluster, across: bool, devi
 def link_times_of(group: dist.ProcessGroup, links: Sequence[PairLink], device: str) -> LinkTimes:
     """Return the links in the form that calibration takes, with the cost of one more message; collective.
 
-    That cost comes from sending the smallest message to several ranks at once.
+    The times of each size are medians over the links. The cost of one more message comes from sending the smallest
+    message to several ranks at once.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     distances = range(1, min(ranks, MOST_ROUNDS + 1))
@@ -111,8 +121,9 @@ def _pairings(cluster: Cluster, across: bool) -> Iterator[list[tuple[int, int]]]
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:
-    """Return rounds in which every player meets one other (with an odd number one pauses),
-    at most MOST_ROUNDS of them.
+    """Return rounds of pairs in which every player meets one other, at most MOST_ROUNDS of them.
+
+    With an odd number of players one pauses in each round.
     """
     size = players + players % 2
     rounds = []
@@ -124,7 +135,7 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
 
 
 def usual_mbps(level: Sequence[PairLink]) -> float:
-    """Return the speed of a level's undisturbed links: the median over ranks of each rank's fastest link."""
+    """Return the speed of a level's undisturbed links in MB/s: the median over ranks of each rank's fastest link."""
     fastest: dict[int, float] = {}
     for link in level:
         for rank in (link.a, link.b):
@@ -133,7 +144,10 @@ def usual_mbps(level: Sequence[PairLink]) -> float:
 
 
 def links_check(links: Sequence[PairLink], cluster: Cluster, cards: Sequence[RankCard], rehearsal: bool) -> Check:
-    """Check whether every link is fast enough."""
+    """Check whether every link reaches half of its level's usual speed and half of the cluster's stated speed.
+
+    In a ``rehearsal`` only the usual speed counts. ``cards`` name the hosts in failures.
+    """
     failures: list[str] = []
     words = []
     for across in (False, True):
@@ -158,7 +172,11 @@ def links_check(links: Sequence[PairLink], cluster: Cluster, cards: Sequence[Ran
 def _slow_lines(
     slow: Sequence[PairLink], level: Sequence[PairLink], usual: float, cluster: Cluster, cards: Sequence[RankCard]
 ) -> list[str]:
-    """Return a line for each rank or node with only slow links, and for each other slow pair."""
+    """Return a line for each rank or node with only slow links, and for each other slow pair.
+
+    ``slow`` are the slow ones of the links ``level``, and ``usual`` is the usual speed of the level in MB/s. Of the
+    other pairs at most eight are named.
+    """
     lines, rest = [], list(slow)
     across = level[0].across
     places = range(cluster.nodes if across else cluster.ranks)

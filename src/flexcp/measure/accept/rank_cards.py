@@ -28,7 +28,10 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class RankCard:
-    """A rank's host, process, device and versions; ``source`` is a hash of flexcp's own code."""
+    """A rank's host, process, device and versions; ``source`` is a hash of flexcp's own code.
+
+    ``device`` is cpu or cuda; on CPUs ``gpu``, ``gpu_id`` and ``nccl`` are empty.
+    """
 
     rank: int
     host: str
@@ -78,8 +81,9 @@ def source_hash(folder: Path) -> str:
 
 
 def roll_call(store: Store, card: RankCard, ranks: int, seconds: float) -> list[RankCard]:
-    """Publish this rank's card and return the cards of all ranks;
-    raises RuntimeError with the missing ranks after ``seconds``.
+    """Publish this rank's card in the store and return the cards of all ranks, in rank order.
+
+    Raise RuntimeError with the missing ranks after ``seconds``.
     """
     store.set(_key(card.rank), json.dumps(asdict(card)))
     deadline = time.monotonic() + seconds
@@ -92,7 +96,7 @@ def roll_call(store: Store, card: RankCard, ranks: int, seconds: float) -> list[
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """Return rank numbers in words, the first few if there are many."""
+    """Return rank numbers in words, only the first eight if there are more: ``rank 3``, ``ranks 0, 1, 5``."""
     named = ", ".join(map(str, ranks[:MOST_NAMED]))
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

@@ -31,7 +31,7 @@ from flexcp.measure.accept.rank_cards import ASK_EVERY_SECONDS, rank_words
 
 LOOK_EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""How long to wait for the words of other ranks."""
+"""How many seconds to wait for the last words of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Word:
 
 
 class Watch:
-    """Watches the steps of this rank; used as a context manager around them.
+    """Watches the steps of this rank, and ends all ranks if one fails; used as a context manager around the steps.
 
-    ``tell`` is called with the line on one rank, ``leave`` with the exit status on all.
+    A step may take ``step_seconds`` and all of them ``all_seconds``. If a rank fails, ``tell`` is called on one rank
+    with a line that names the failed one, and ``leave`` with the exit status on all. ``store`` connects the ranks.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Watch:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _look(self) -> None:
+        """Watch for a signal to stop, the time limit and trouble of other ranks until the end; runs in a thread."""
         while not self._done.is_set():
             told, _, _ = select.select([self._signals], [], [], LOOK_EVERY_SECONDS)
             if self._done.is_set():
@@ -123,6 +125,7 @@ class Watch:
             return None
 
     def _end(self, what: str, own: bool) -> None:
+        """Agree with the other ranks on a line that names the failed rank, let one rank print it, and leave."""
         if not self._ending.acquire(blocking=False):
             self._done.wait()  # another thread is already ending
             return
@@ -155,6 +158,7 @@ class Watch:
         return line, True
 
     def _words(self) -> dict[int, Word]:
+        """Return the last words of all ranks, or of those that left one within ``GRACE_SECONDS``."""
         deadline = time.monotonic() + GRACE_SECONDS
         found: dict[int, Word] = {}
         while True:
@@ -179,7 +183,11 @@ def blame(
     names: Mapping[int, str],
     seconds: float,
 ) -> str:
-    """Return one line that names the failed rank, what happened to it, and what to do."""
+    """Return one line that names the failed rank, what happened to it, and what to do.
+
+    ``words`` are the last words of ranks, and ranks without one died or hang. ``places`` are (number, name) of the step
+    that each rank began last, ``first`` is the rank whose trouble came first, and ``seconds`` the time limit of a step.
+    """
     silent = [rank for rank in range(ranks) if rank not in words]
     if silent:
         who, one = _who(silent, names), len(silent) == 1

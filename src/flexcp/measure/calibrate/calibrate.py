@@ -31,6 +31,7 @@ from flexcp.measure.ranks import RankPool
 from flexcp.shape import Shape
 
 Run = Callable[..., list[Any]]
+"""``run(function, *arguments)`` calls ``function(group, *arguments)`` on every rank and returns the results."""
 STANDSTILL = 100_000
 """Slowdown, per mille, of attention that makes no progress beside a transfer."""
 NOISE = 0.02
@@ -39,7 +40,12 @@ NOISE = 0.02
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements, each the median over ranks."""
+    """The measurements of a calibration, each the median over ranks.
+
+    ``gflops`` is the speed of a matrix product, ``samples`` are attention kernels, ``layers`` the rest of a layer, and
+    ``links`` messages (None for one rank). ``one_kv_head`` and ``plans`` are measured only if prices of tiles are
+    fitted.
+    """
 
     gflops: float
     samples: list[Sample]
@@ -52,7 +58,11 @@ class Measured:
 def measure(
     run: Run, ranks: int, task: KernelTask, model: Model, say: Callable[[str], None] = lambda _: None
 ) -> Measured:
-    """Measure everything that a calibration needs; ``run(function, *arguments)`` calls a function on every rank."""
+    """Measure everything that a calibration needs; ``say`` is called with what is measured next.
+
+    ``run(function, *arguments)`` calls ``function(group, *arguments)`` on every rank and returns the results. Links are
+    measured only if ``ranks`` is above 1.
+    """
     cpu = task.device == "cpu"
     say("matrix products")
     gflops = statistics.median(run(matrix_gflops, task, 512 if cpu else 8192))
@@ -74,11 +84,15 @@ def measure(
 
 
 def _medians(ranks: Sequence[list[Sample]]) -> list[Sample]:
+    """Return the samples of all ranks as one list, with the median time of each."""
     return [replace(each[0], ns=statistics.median(s.ns for s in each)) for each in zip(*ranks, strict=True)]
 
 
 def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machine: str) -> Calibration:
-    """Fit the cost model, and compute its errors on the held-out measurements."""
+    """Fit the cost model, and compute its errors on the held-out measurements.
+
+    ``name`` becomes the name of the cost model, and ``machine`` describes the machine in words.
+    """
     shape = task.shape
     # Sorted by time, so that held-out samples lie between fitted ones.
     fitted, held = split(sorted(found.samples, key=lambda s: s.ns))
@@ -123,6 +137,7 @@ def _permille(share: float) -> int:
 
 
 def _links(found: LinkTimes) -> tuple[dict[str, int], Errors]:
+    """Return (speeds of links as fields of a cluster and cost model, errors on held-out sizes)."""
     pairs = list(zip(found.size, found.ns, strict=True))
     fitted, held = split(pairs)
     latency, each = fit_link(*zip(*fitted, strict=True))
@@ -133,10 +148,10 @@ def _links(found: LinkTimes) -> tuple[dict[str, int], Errors]:
 
 
 def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
-    """Measure how much attention and a copy slow each other, for every margin a plan may choose and both kinds of
-    transfers.
+    """Measure how much attention and a copy slow each other, and return it as arguments of a cost model.
 
-    Returns arguments of a cost model.
+    This is done for every margin that a plan may choose and for both kinds of transfers. Without Triton, nothing is
+    measured and the result is empty.
     """
     from flexcp.executor.kernels import has_triton
 
@@ -152,13 +167,12 @@ def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
 
 
 def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
-    """Make the contention rows of a cost model from a :func:`flexcp.measure.kernels.margin.margin_table`
-    for one kind of transfer.
+    """Make the contention rows of a cost model from the rows of a margin table for one kind of transfer.
 
-    The slowdown of attention beside a transfer follows from a transfer that ends before attention does: attention's
-    extra time was lost while the transfer ran. A margin cannot make attention faster or a transfer slower. Where noise
-    says otherwise, attention alone counts as 1, attention beside a copy as no faster than alone, and transfer speeds
-    are averaged.
+    The table is that of :func:`flexcp.measure.kernels.margin.margin_table`. The slowdown of attention beside a transfer
+    follows from a transfer that ends before attention does: attention's extra time was lost while the transfer ran. A
+    margin cannot make attention faster or a transfer slower. Where noise says otherwise, attention alone counts as 1,
+    attention beside a copy as no faster than alone, and transfer speeds are averaged.
     """
     measured = {(row["way"], row["margin"]): row for row in table}
     found = []
@@ -187,8 +201,9 @@ def rising(values: Sequence[int]) -> list[int]:
 
 
 def _slowed(row: dict[str, Any], whole: float) -> int:
-    """Return the time of attention during a transfer, per mille of ``whole``,
-    its time alone with all multiprocessors.
+    """Return the time of attention during a transfer, per mille of ``whole``.
+
+    ``whole`` is the milliseconds of attention alone with all multiprocessors.
     """
     copied = row["copy with attention ms"]
     lost = row["attention with short copy ms"] - row["attention alone ms"]
@@ -197,7 +212,11 @@ def _slowed(row: dict[str, Any], whole: float) -> int:
 
 
 def calibrate_here(shape: Shape, ranks: int, device: str, say: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Calibrate this machine: a pool of CPU ranks, or this process's GPU, with its process group if it is in one."""
+    """Calibrate this machine: ``ranks`` CPU ranks in a pool, or this process's GPU.
+
+    On a GPU ``ranks`` is not used; if the process is in a process group, its links are measured. ``say`` is called with
+    what is measured next.
+    """
     model = dense_model(shape)
     if device == "cuda":
         task = KernelTask(shape, "cuda", GPU_TOKENS, GPU_WORK)

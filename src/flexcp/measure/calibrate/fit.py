@@ -28,7 +28,10 @@ TILE_PRICES = (0, *(round(1024 * 2 ** (i / 6)) for i in range(49)))
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured kernel: pairs and tiles of 128 rows (both counted for all query heads), direction, nanoseconds."""
+    """One measured kernel: (query, key) pairs and tiles of 128 rows, its direction, and its nanoseconds.
+
+    Pairs and tiles are counted for all query heads.
+    """
 
     name: str
     pairs: int
@@ -39,7 +42,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class KernelFit:
-    """Nanoseconds of a pair in each direction, cost of a row tile in pairs, and nanoseconds of a launch."""
+    """What kernels cost: nanoseconds of a (query, key) pair of one head in each direction, and of a launch.
+
+    ``tile_pairs`` is the cost of a tile of 128 rows, in pairs.
+    """
 
     forward: float
     backward: float
@@ -47,12 +53,13 @@ class KernelFit:
     kernel_ns: float
 
     def ns(self, sample: Sample) -> float:
+        """Return the nanoseconds that the fit gives for a sample's work."""
         each = self.backward if sample.backward else self.forward
         return each * (sample.pairs + self.tile_pairs * sample.tiles) + self.kernel_ns
 
 
 def split(samples: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Split samples into (fitted, held out)."""
+    """Split samples into (fitted, held out); every third one is held out, from the second on."""
     held = list(samples[1::HOLD_EVERY])
     return [s for i, s in enumerate(samples) if i % HOLD_EVERY != 1], held
 
@@ -61,8 +68,9 @@ def fit_kernels(samples: Sequence[Sample], launch: bool = True) -> KernelFit:
     """Return the fit with the least mean square of relative errors; without ``launch`` kernels start for free.
 
     If a launch with a positive cost would leave pairs without a positive time (on a busy machine less work can be
-    measured as slower), kernels start for free too. Samples that fit badly then show in the held-out errors of the
-    calibration.
+    measured as slower), or if the cost of a launch would be negative, kernels start for free too. Samples that fit
+    badly then show in the held-out errors of the calibration. Raise ValueError for fewer than 4 samples or a single
+    direction.
     """
     if not {s.backward for s in samples} == {False, True} or len(samples) < 4:
         raise ValueError(f"a fit needs at least 4 samples with both directions; got {len(samples)}")
@@ -82,7 +90,7 @@ def fit_kernels(samples: Sequence[Sample], launch: bool = True) -> KernelFit:
 
 
 def fit_link(size: Sequence[int], ns: Sequence[float]) -> tuple[float, float]:
-    """Fit message times and return (latency in nanoseconds, nanoseconds per byte)."""
+    """Fit the times ``ns`` of messages of ``size`` bytes, and return (latency in nanoseconds, nanoseconds per byte)."""
     a = np.stack([np.ones(len(size)), np.array(size, float)], axis=1)
     latency, each = _solved(a, np.array(ns, float))
     if latency < 0:
@@ -91,7 +99,7 @@ def fit_link(size: Sequence[int], ns: Sequence[float]) -> tuple[float, float]:
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """Return statistics of the relative errors of predictions."""
+    """Return count, median, 90th percentile and worst of the relative errors of predictions."""
     off = np.abs(np.array(predicted) / np.array(measured) - 1)
     return Errors(len(off), *(round(float(x), 5) for x in (np.median(off), np.quantile(off, 0.9), off.max())))
 

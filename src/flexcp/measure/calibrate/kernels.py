@@ -1,5 +1,4 @@
-"""Kernel times for calibration: many masks and sizes in both directions,
-with the kernel that flexcp would choose on the device.
+"""Kernel times for calibration: many masks and sizes in both directions, with the kernel chosen for the device.
 
 CPU ranks all measure at once, because ranks that share cores will also run at once. On a GPU times are taken between
 two events, with enough work queued before them to keep the host ahead: a launch takes the host 100 to 200 us, longer
@@ -27,14 +26,17 @@ from flexcp.shape import Shape
 
 CPU_TOKENS, GPU_TOKENS = (256, 512, 1024, 2048), (2048, 4096, 8192, 16_384)
 LONG = 2048
+"""On CPUs, kernels of this many tokens or more are timed only once."""
 WORK = ("causal", "full", "docs4", "question", "docs16", "blockwise", "lambda")
 GPU_WORK = (*WORK, "window", "docs64")
 
 
 @dataclass(frozen=True)
 class KernelTask:
-    """What to measure: the shape (with its dtype), device, stream lengths and workloads,
-    and how often to repeat each.
+    """What to measure: the attention shape (with its dtype) on a device.
+
+    ``tokens`` are lengths of streams and ``names`` workloads (:func:`flexcp.measure.kernels.work.workload`); every
+    combination is measured ``repeats`` times.
     """
 
     shape: Shape
@@ -45,7 +47,10 @@ class KernelTask:
 
 
 def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sample]:
-    """Measure every workload forward and backward; collective if there is a group, with all ranks starting together."""
+    """Measure every workload of the task, forward and backward; return a sample of each.
+
+    If there is a group, this is collective, and all ranks start together.
+    """
     found = []
     for tokens in task.tokens:
         for name in task.names:
@@ -67,13 +72,17 @@ def sample_of(name: str, tokens: int, shape: Shape, backward: bool, ns: float) -
 
 
 def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) -> float:
-    """Return the GFLOP/s of a square matrix product in the task's dtype."""
+    """Return the GFLOP/s of a product of ``size`` x ``size`` matrices in the task's dtype.
+
+    This is collective if there is a group.
+    """
     dtype = getattr(torch, task.shape.dtype)
     a = torch.ones(size, size, dtype=dtype, device=task.device)
     return 2 * size**3 / _timed(lambda: a @ a, task.repeats, task.device, group)
 
 
 def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
+    """Yield the forward call of the chosen kernel on a workload, then the backward call."""
     shape, device = task.shape, torch.empty(0, device=task.device).device  # with its index
     dtype = getattr(torch, shape.dtype)
     kernel = find_kernel(choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim).kernel)
@@ -99,15 +108,17 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
 
 
 def _repeats(tokens: int, task: KernelTask) -> int:
-    """Return how often a kernel is timed. On CPUs the longest kernels take seconds and are timed once,
-    because calibration should last two minutes at most.
+    """Return how often a kernel is timed.
+
+    On CPUs the longest kernels take seconds and are timed once, because calibration should last two minutes at most.
     """
     return 1 if task.device == "cpu" and tokens >= LONG else task.repeats
 
 
 def _timed(call: Callable[[], Any], repeats: int, device: str, group: dist.ProcessGroup | None) -> float:
-    """Return the median nanoseconds of some calls after one to warm up, or of a single call.
-    All ranks start together.
+    """Return the median nanoseconds of ``repeats`` calls after one to warm up, or of a single call without warm-up.
+
+    All ranks of the group start together.
     """
     if repeats > 1:
         call()
@@ -133,6 +144,7 @@ def keep_busy() -> None:
 
 
 def _cuda_ns(call: Callable[[], Any], count: int = 5) -> float:
+    """Return the mean nanoseconds of ``count`` calls, between two events on the GPU."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     keep_busy()
     first.record()

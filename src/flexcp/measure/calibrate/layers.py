@@ -1,6 +1,4 @@
-"""The layer around attention, for calibration: the time of its matrix products,
-and the bytes that autograd saves for each token.
-"""
+"""The layer around attention, for calibration: the time of its matrix products, and the bytes that autograd saves."""
 
 from __future__ import annotations
 
@@ -19,8 +17,10 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Nanoseconds of the rest of a layer, forward and backward, by number of tokens; ``token_bytes`` are the bytes
-    that a token leaves for the backward, attention's own included.
+    """Nanoseconds of the rest of a layer, forward and backward together, for each number of tokens.
+
+    ``token_bytes`` are the bytes that autograd keeps of a token of one layer for the backward, attention's own
+    included.
     """
 
     tokens: tuple[int, ...]
@@ -31,7 +31,10 @@ class LayerTimes:
 def layer_times(
     group: dist.ProcessGroup | None, shape: Shape, model: Model, device: str, tokens: tuple[int, ...], repeats: int = 3
 ) -> LayerTimes:
-    """Measure a layer of projections and a gated feed-forward, without norms; collective if there is a group."""
+    """Measure a layer of projections and a gated feed-forward, without norms; collective if there is a group.
+
+    ``tokens`` are the numbers of tokens to measure, each the median of ``repeats``.
+    """
     dtype = getattr(torch, shape.dtype)
     out_size, kv_size = shape.heads * shape.v_head_dim, shape.kv_heads * (shape.head_dim + shape.v_head_dim)
     used = model.feed_forward * model.experts_active
@@ -55,6 +58,7 @@ def layer_times(
 
 
 def _layer(x: Tensor, weights: list[Tensor], out_size: int) -> Tensor:
+    """Return the layer's output for ``x``; ``out_size`` columns of q, k and v stand for attention's output."""
     qkv, out, up, down = weights
     attended = F.linear(x, qkv)[:, :out_size]  # attention itself is measured apart
     x = x + F.linear(attended, out)

@@ -1,5 +1,4 @@
-"""Link times for calibration: messages of growing size between neighbours, both ways at once,
-as the executor posts them.
+"""Link times for calibration: messages of growing size between neighbours, both ways at once, as in real steps.
 
 Every rank sends to the next and receives from the previous one, so that all ports are busy. Sending to several peers at
 once gives the cost of one more message. The same calls run on gloo and on NCCL (the latter not yet run by calibration
@@ -16,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""The measured message sizes in bytes."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Nanoseconds on the slowest rank: for a message of each size to one peer,
-    and for the smallest message to every peer.
+    """Nanoseconds of exchanges on the slowest rank: ``ns`` for a message of each ``size`` in bytes to one peer.
+
+    ``all_peers_ns`` is the time of the smallest message to each of ``peers`` peers at once.
     """
 
     size: tuple[int, ...]
@@ -31,7 +32,10 @@ class LinkTimes:
 
 
 def link_times(group: dist.ProcessGroup, device: str = "cpu", repeats: int = 7, distance: int = 1) -> LinkTimes:
-    """Time exchanges with the ranks ``distance`` places away, then with all; collective."""
+    """Time exchanges with the ranks ``distance`` places away, then with all; collective.
+
+    Each time is the median of ``repeats``. Raise ValueError for a group of one rank.
+    """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks < 2:
         raise ValueError("links need at least 2 ranks")
@@ -42,7 +46,7 @@ def link_times(group: dist.ProcessGroup, device: str = "cpu", repeats: int = 7, 
 
 
 def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int) -> float:
-    """Return the slowest rank's nanoseconds, the median over repeats."""
+    """Return the slowest rank's nanoseconds of an exchange, the median over repeats; see :func:`exchange_samples`."""
     mine = exchange_samples(group, peers, size, device, repeats)
     slowest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
@@ -52,11 +56,11 @@ def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: i
 def exchange_samples(
     group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int
 ) -> list[float]:
-    """Return the nanoseconds in which this rank sends ``size`` bytes to the first rank of each pair
-    and receives as many from the second; collective.
+    """Return this rank's nanoseconds of an exchange, one for each of ``repeats``; collective.
 
-    All ranks start each repeat together. The first repeat, in which connections are made, is dropped. A rank without
-    peers takes part only in the barriers.
+    The rank sends ``size`` bytes to the first rank of each pair of ``peers`` and receives as many from the second. All
+    ranks start each repeat together. One more repeat before these, in which connections are made, is dropped. A rank
+    without peers takes part only in the barriers.
     """
     out = torch.zeros(size, dtype=torch.uint8, device=device)
     into = [torch.empty_like(out) for _ in peers]

@@ -46,7 +46,11 @@ def replay(
     kernel: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
-    """Simulate the plan with measured kernel times."""
+    """Simulate the plan with kernel times that are measured here, each the median of ``repeats``.
+
+    ``kernel`` names the kernel (None: chosen for the device), ``say`` is called with a message before each pass, and
+    the other arguments are those of :func:`flexcp.simulator.training.simulate`.
+    """
     found: dict[tuple[int, bool], Ints] = {}
     for mask in range(len(plan.programs)):
         for backward in (False, True):
@@ -58,7 +62,7 @@ def replay(
 def slot_times(
     plan: Plan, mask: int, backward: bool, device: str = "cpu", repeats: int = 3, kernel: str | None = None
 ) -> Ints:
-    """Return the nanoseconds ``[rank, slot]`` of the kernels of one pass, each the median of ``repeats``."""
+    """Measure the kernels of one pass here; return nanoseconds ``[rank, slot]``, each the median of ``repeats``."""
     shape = plan.shape
     dtype, where = getattr(torch, shape.dtype), torch.empty(0, device=device).device  # with its index
     module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
@@ -79,12 +83,12 @@ def slot_times(
 
 
 def _statistics(shelves: dict[int, Fields]) -> list[Tensor]:
-    """Return the LSE tensors of all shelves, which a forward begins with at -inf."""
+    """Return the LSE tensors of all shelves (buffers of rows), which must be -inf at the start of a forward."""
     return [fields["lse"] for fields in shelves.values() if "lse" in fields]
 
 
 def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[int, Fields]:
-    """Return the tensors of every shelf: random inputs, zeros for results."""
+    """Return the tensors of every shelf (a buffer of own or received tokens): random inputs, zeros for results."""
     dtype = getattr(torch, shape.dtype)
     more = accumulator_dtype(dtype)
     found = {}
@@ -111,7 +115,7 @@ def _call(
     backward: bool,
     device: torch.device,
 ) -> Callable[[], Any]:
-    """Return a function that makes one kernel launch."""
+    """Return a function that makes one kernel launch; ``own`` are own rows that it begins and finishes, if known."""
     work, heads, groups = launch.work, launch.heads, launch.groups
     counts = (heads.stop - heads.start, groups.stop - groups.start)
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
@@ -129,9 +133,9 @@ def _call(
 def _timed(
     slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
 ) -> NDArray[np.float64]:
-    """Return the nanoseconds of each slot, the median over passes after a warm-up.
+    """Return the nanoseconds of each slot, the median over ``repeats`` passes after a warm-up.
 
-    The tensors of ``new`` are filled with -inf before every pass.
+    ``slots`` has the launches of each slot. The tensors of ``new`` are filled with -inf before every pass.
     """
     samples = []
     for _ in range(repeats + 1):
@@ -142,6 +146,7 @@ def _timed(
 
 
 def _pass_on_cpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
+    """Run all launches and return the nanoseconds of each slot, by the host's clock."""
     stamps = [time.perf_counter_ns()]
     for calls in slots:
         for call in calls:
@@ -151,6 +156,7 @@ def _pass_on_cpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
 
 
 def _pass_on_gpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
+    """Run all launches and return the nanoseconds of each slot, by events on the GPU."""
     stamps = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in slots]
     for calls, (first, last) in zip(slots, stamps, strict=True):
         if calls:

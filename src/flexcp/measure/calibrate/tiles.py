@@ -29,6 +29,7 @@ from flexcp.planners.request import Refused
 from flexcp.shape import Shape
 
 FITTED = (("web", 8, "zigzag"), ("web", 8, "blocks"))
+"""(lengths, ranks, strategy) of the plans that are fitted."""
 HELD_OUT = (
     ("web", 8, "groups"),
     ("web", 8, "allgather"),
@@ -43,7 +44,7 @@ TOKENS_PER_RANK = 8192
 
 @dataclass(frozen=True)
 class PlanSlots:
-    """Measured nanoseconds ``[rank][slot]`` of one pass of a plan."""
+    """Measured nanoseconds ``[rank][slot]`` of one pass of a plan for calibration (:func:`the_plan`)."""
 
     lengths: str
     ranks: int
@@ -57,7 +58,7 @@ class PlanSlots:
 
 
 def has_tiles(shape: Shape) -> bool:
-    """Return whether this GPU would run the Hopper kernel, the one whose launches can be counted."""
+    """Return whether this GPU would run the Hopper kernel for this shape; only its tiles have prices."""
     dtype = getattr(torch, shape.dtype)
     where = torch.empty(0, device="cuda").device  # with its index
     return choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim).kernel == "hopper"
@@ -69,8 +70,9 @@ def one_kv_head(shape: Shape) -> Shape:
 
 
 def measure_plans(task: KernelTask) -> list[PlanSlots]:
-    """Time the slots of every rank of the plans on this GPU;
-    plans that a strategy refuses for these heads are left out.
+    """Time the slots of every rank of the plans for calibration on this GPU.
+
+    Plans that a strategy refuses for these heads are left out.
     """
     found = []
     for name in (*FITTED, *HELD_OUT):
@@ -86,7 +88,10 @@ def measure_plans(task: KernelTask) -> list[PlanSlots]:
 
 @cache
 def the_plan(lengths: str, ranks: int, strategy: str, shape: Shape) -> Plan:
-    """Return a plan for calibration, which is the same on every machine."""
+    """Return a plan for calibration, which is the same on every machine.
+
+    ``lengths`` is the name of a distribution of document lengths.
+    """
     sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
     planner = Planner(*sizes, dtype=shape.dtype, cluster=cluster("h100", 1, ranks), strategy=strategy)
     return planner(draw_lengths(lengths, TOKENS_PER_RANK * ranks, 0))
@@ -95,7 +100,10 @@ def the_plan(lengths: str, ranks: int, strategy: str, shape: Shape) -> Plan:
 def fit_tiles(
     shape: Shape, units: int, singles: Mapping[Shape, Sequence[Sample]], plans: Sequence[PlanSlots]
 ) -> tuple[TileTimes, dict[str, Errors]]:
-    """Fit the prices, and return them with their errors on held-out single calls (``tiles``) and plans (``plans``)."""
+    """Fit prices of tiles; return (prices, their errors on held-out single calls, ``tiles``, and on plans, ``plans``).
+
+    ``units`` is the number of the GPU's multiprocessors, and ``singles`` are the measured single calls of each shape.
+    """
     prices: list[CallPrices] = []
     pairs: dict[str, list[tuple[float, float]]] = {"tiles": [], "plans": []}
     for backward in (False, True):
@@ -114,7 +122,7 @@ def fit_tiles(
 
 
 def single_call(shape: Shape, sample: Sample, units: int) -> TimedCalls:
-    """Return a measured workload with the counts of its programs."""
+    """Return a measured workload with the counts of its programs; ``units`` is the number of multiprocessors."""
     name, tokens = sample.name.split()
     slices = workload(name, int(tokens)).slices()
     call = counted(slices, shape.heads, shape.kv_heads, shape, units, sample.backward, adds=False)
@@ -122,6 +130,7 @@ def single_call(shape: Shape, sample: Sample, units: int) -> TimedCalls:
 
 
 def _slots(found: PlanSlots, shape: Shape, units: int) -> list[list[TimedCalls]]:
+    """Return the measured slots of a plan with the counts of their calls, ``[rank][slot]``."""
     plan = the_plan(*found.name, shape)
     return [
         [
@@ -133,4 +142,5 @@ def _slots(found: PlanSlots, shape: Shape, units: int) -> list[list[TimedCalls]]
 
 
 def _together(slots: list[TimedCalls]) -> TimedCalls:
+    """Return all slots of a rank as one sample."""
     return TimedCalls(slots[0].name, [call for s in slots for call in s.calls], sum(s.ns for s in slots))

@@ -32,13 +32,14 @@ from flexcp.measure.kernels.work import WINDOW, Workload, mask_mod, workload
 OURS = ("cute", "hopper", "triton", "op")
 BASELINES = ("fa4", "cudnn", "flash", "flex", "flexfa4", "varlen")
 ALLOWED_ERROR = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
+"""The largest error of a kernel's results in each dtype, relative to the largest exact value if that is above 1."""
 BACKWARD = 2.5
 """FLOPs of a backward relative to a forward: five matrix products instead of two."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Query and KV heads, their size, and the dtype."""
+    """The numbers of query and KV heads, their size, and the dtype."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -46,13 +47,16 @@ class Heads:
     dtype: torch.dtype = torch.bfloat16
 
     def flops(self, pairs: int) -> float:
+        """Return the FLOPs of a forward with this many (query, key) pairs."""
         return 4.0 * pairs * self.heads * self.head_dim
 
 
 @dataclass
 class Result:
-    """One contender on one workload: milliseconds and TFLOP/s of each direction, errors of the results (ours only),
-    or why the contender did not run.
+    """One contender on one workload, or in ``missing`` why it did not run.
+
+    ``forward_ms`` and ``backward_ms`` are milliseconds, ``forward`` and ``backward`` useful TFLOP/s, and ``errors``
+    those of the results (our bare kernels only).
     """
 
     contender: str
@@ -68,7 +72,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Calls:
-    """The two launches of a contender, ready to be timed."""
+    """The forward and the backward of a contender, ready to be timed."""
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]
@@ -77,7 +81,11 @@ class Calls:
 def bench(
     names: list[str], tokens: int, heads: Heads, contenders: list[str], rounds: int = 7, check: bool = True
 ) -> list[Result]:
-    """Time every contender on every workload."""
+    """Time every contender on every workload of ``names``.
+
+    With ``check``, the results of our bare kernels are compared with float64 first; AssertionError is raised if one is
+    wrong.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     results: list[Result] = []
     for name in names:
@@ -105,11 +113,10 @@ def bench(
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.0) -> dict[str, float]:
-    """Return the milliseconds of each call, timed in turns, ``rounds`` times; a turn has as many launches as fill
-    ``span_ms``.
+    """Return the milliseconds of each call, the median over ``rounds`` rounds in which the calls take turns.
 
-    A chip lowers its clock under heavy work, and after a light contender the clock stays high for some time. Each call
-    therefore runs for three spans before it is timed.
+    A turn has as many launches as fill ``span_ms``. A chip lowers its clock under heavy work, and after a light
+    contender the clock stays high for some time. Each call therefore runs for three spans before it is timed.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
@@ -129,6 +136,7 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.
 
 
 def _milliseconds(call: Callable[[], Any], count: int) -> float:
+    """Return the mean milliseconds of ``count`` calls on the GPU."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     for _ in range(count):
@@ -139,7 +147,7 @@ def _milliseconds(call: Callable[[], Any], count: int) -> float:
 
 
 def matrix_rate(size: int = 8192, rounds: int = 7) -> float:
-    """Return the TFLOP/s of a bfloat16 matrix product."""
+    """Return the TFLOP/s of a bfloat16 matrix product of two square matrices."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / timed({"product": lambda: a @ b}, rounds)["product"] / 1e9
 
@@ -153,7 +161,7 @@ class _Tensors:
 
 
 def random_tensors(tokens: int, heads: Heads, device: torch.device, seed: int = 0) -> _Tensors:
-    """Return random q, k, v and output gradient."""
+    """Return random q, k, v and output gradient, ``[tokens, heads, head size]``."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(count: int) -> Tensor:
@@ -164,7 +172,7 @@ def random_tensors(tokens: int, heads: Heads, device: torch.device, seed: int = 
 
 
 def _calls(contender: str, work: Workload, heads: Heads, device: torch.device) -> Calls | str:
-    """Return the contender's launches, or why it cannot run."""
+    """Return the contender's calls, or why it cannot run; raise ValueError if no contender has this name."""
     if contender == "op":
         return _op_calls(work, random_tensors(work.tokens, heads, device))
     if contender in OURS:
@@ -187,7 +195,10 @@ def _calls(contender: str, work: Workload, heads: Heads, device: torch.device) -
 
 
 def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Settings | None = None) -> Calls:
-    """Return the launches of one of our kernels."""
+    """Return the forward and backward of our kernel ``name`` on these slices, without the operation around it.
+
+    By default nothing is added to existing results (``fresh``).
+    """
     kernel = find_kernel(name)
     settings = settings or Settings(heads.head_dim**-0.5, fresh=True)
     device = x.q.device
@@ -212,9 +223,7 @@ def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Setti
 
 
 def _op_calls(work: Workload, x: _Tensors) -> Calls:
-    """Return calls of the whole differentiable operation,
-    which includes everything that the baselines' calls include.
-    """
+    """Return calls of the whole differentiable operation, which does all that the baselines' calls do."""
     slices = packed_slices(work.lengths, work.mask)
     q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
 
@@ -225,11 +234,13 @@ def _op_calls(work: Workload, x: _Tensors) -> Calls:
 
 
 def _leaves(x: _Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v and output gradient as ``[1, heads, tokens, head size]``, of which q, k, v require gradients."""
     q, k, v = (t.transpose(0, 1)[None].contiguous().requires_grad_() for t in (x.q, x.k, x.v))
     return q, k, v, x.do.transpose(0, 1)[None].contiguous()
 
 
 def _autograd_calls(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], do: Tensor) -> Calls:
+    """Return calls of ``forward`` without a graph, and of its backward by autograd."""
     out = forward()
 
     def without_graph() -> Tensor:
@@ -275,7 +286,7 @@ def _fa4_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
 
 
 def _first(result: Any) -> Tensor:
-    """Return the output of a function that may return an LSE with it."""
+    """Return the output of a function that may return (output, LSE)."""
     return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
 
@@ -310,8 +321,9 @@ def _varlen_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
 
 
 def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device, count: int = 64) -> dict[str, float]:
-    """Return the errors of a kernel's results against float64 on ``count`` rows and keys;
-    raises if one is too large.
+    """Return the errors of a kernel's results against float64, on ``count`` random rows and keys.
+
+    Raise AssertionError if one is larger than ``ALLOWED_ERROR``.
     """
     x = random_tensors(work.tokens, heads, device, seed=1)
     slices, scale, share = work.slices(), heads.head_dim**-0.5, heads.heads // heads.kv_heads
@@ -353,8 +365,9 @@ def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device,
 
 
 def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
-    """Return as ``[rows, keys]`` which keys the rows ``at`` see (``by_row``),
-    or by which rows the keys ``at`` are seen.
+    """Return as ``[rows, keys]`` which keys the rows ``at`` see, or without ``by_row`` which rows see the keys ``at``.
+
+    The other axis has all ``tokens`` tokens.
     """
     other = np.arange(tokens)
     q, k = (at[:, None], other[None, :]) if by_row else (other[:, None], at[None, :])
@@ -365,7 +378,7 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
 
 
 def table(results: list[Result], product: float) -> str:
-    """Return the results as a Markdown table.
+    """Return the results as a Markdown table; ``product`` is the TFLOP/s of a matrix product.
 
     Cells are TFLOP/s forward (with the percentage of the matrix product) / backward; the last column is ``op`` over the
     best baseline.
@@ -395,7 +408,7 @@ def table(results: list[Result], product: float) -> str:
 
 
 def as_data(results: list[Result], product: float, heads: Heads) -> dict[str, Any]:
-    """Return all results, with the machine they were measured on, as JSON values."""
+    """Return all results as JSON values, with the machine; ``product`` is the TFLOP/s of a matrix product."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,4 +1,8 @@
-"""The work lists of a rank's pass, run and timed one after the other as the executor runs them."""
+"""The work lists of a rank's pass, run and timed one after the other as the executor runs them.
+
+A work list is what one kernel call computes: slices of attention between a query shelf and a key shelf (buffers of own
+or received tokens).
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,18 @@ from flexcp.measure.kernels.bench import BACKWARD, Heads, random_tensors, timed
 from flexcp.plan.memory import QUERIES
 
 SIZE = 128
-"""Head size."""
+"""The head size of all measured work lists."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A work list of a plan, with what is needed to run it alone.
+    """A work list of a plan (what one kernel call computes), with what is needed to run it alone.
 
-    ``rows`` and ``keys`` are the sizes of its query and key shelves, ``h0`` to ``h1`` its heads on query shelf
-    ``shelf``. ``open_dq`` tells whether that shelf's dq may stay open while the list runs. ``begins`` and ``finishes``
-    are the runs of rows that the list begins and finishes; None if the rank's lists do not begin and finish all of its
-    own rows.
+    ``rows`` and ``keys`` are the numbers of tokens on its query and key shelves (buffers), ``shelf`` is the number of
+    the query shelf, and ``h0`` to ``h1`` (exclusive) are its heads among the ``shelf_heads`` heads there. ``open_dq``
+    tells whether that shelf's dq may stay open (in an order and scale of the kernel's own) while the list runs.
+    ``begins`` and ``finishes`` are the runs of rows that the list begins and finishes; None if the rank's lists do not
+    begin and finish all of its own rows.
     """
 
     slices: Any
@@ -45,7 +50,7 @@ class Listed:
 
 
 def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
-    """Return the work lists of each slot of a rank's program."""
+    """Return the work lists of each slot of a rank's program, ``[slot][list]``."""
     touched, finished = touched_dq(program), None if backward else finished_rows(program)
     found = []
     for at, slot in enumerate(program.slots):
@@ -72,11 +77,11 @@ def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
 
 
 class RankLists:
-    """The work lists of one rank and direction with tensors of their sizes,
-    ready to run one after the other as the executor runs them.
+    """The work lists of one rank and direction with tensors of their sizes, ready to run as the executor runs them.
 
     Lists of a query shelf add to the same results. In a forward the LSE starts at -inf, unless the lists themselves
-    begin and finish all rows. In a backward dq starts at zero, and is closed at the end if a list leaves it open.
+    begin and finish all rows. In a backward dq starts at zero. If a list leaves it open, in an order and scale of the
+    kernel's own, it is closed at the end.
     """
 
     def __init__(self, kernel: str, lists: list[Listed], backward: bool) -> None:
@@ -111,6 +116,7 @@ class RankLists:
             call(settings)
 
     def _add(self, x: Listed, finishes: bool, may_open: bool) -> None:
+        """Make the tensors and the kernel call of one list, and count its FLOPs."""
         device, module = torch.device("cuda", torch.cuda.current_device()), self.module
         heads = Heads(x.h1 - x.h0, max(1, (x.h1 - x.h0) // 4), SIZE)
         if x.shelf not in self._shelves:
@@ -142,10 +148,9 @@ class RankLists:
 def work_rate(
     kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
 ) -> tuple[float, float, float]:
-    """Return for a rank's work lists: useful TFLOP/s, useful share of what tiles compute, and milliseconds of
-    ``dense``.
+    """Return (useful TFLOP/s of a rank's work lists, useful share of what tiles compute, milliseconds of ``dense``).
 
-    ``dense`` and the lists take turns, so that both run at the same clock.
+    ``dense`` is another function to time. It and the lists take turns, so that both run at the same clock.
     """
     ready = RankLists(kernel, lists, backward)
     ms = timed({"all": partial(ready.run, Settings(SIZE**-0.5)), "dense": dense}, rounds)

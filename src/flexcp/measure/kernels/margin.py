@@ -29,12 +29,15 @@ from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.measure.kernels.bench import Heads, random_tensors
 
 BLOCK = 8192
+"""Elements that a block of the copy kernel copies at once."""
 CHANNELS = {"inside": 16, "across": 4}
 """Number of blocks of a copy, by where the peer is."""
 BYTES = 1 << 26
+"""Bytes of the copied tensor."""
 ROWS, KEYS = 8192, 5000
-"""Rows and keys of the measured attention, a full rectangle,
-as large as a slot of a plan with 8,192 tokens a rank.
+"""Rows and keys of the measured attention, a full rectangle.
+
+It is as large as a slot of a plan with 8,192 tokens a rank.
 """
 HEAD_START = 10_000
 """Clock cycles by which a copy begins before attention."""
@@ -47,7 +50,7 @@ Pair = tuple[Callable[[], Any] | None, Callable[[], Any] | None]
 
 @triton.jit(do_not_specialize=["n", "times"])
 def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy n elements ``times`` times, using all launched blocks."""
+    """Copy ``n`` elements ``times`` times, using all launched blocks of threads."""
     for _ in range(times):
         for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
             i = at + tl.arange(0, BLOCK)
@@ -57,7 +60,11 @@ def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[
 def margin_table(
     margins: tuple[int, ...] = (0, 4, 8, 16, 24), rows: int = ROWS, keys: int = KEYS
 ) -> list[dict[str, Any]]:
-    """Return one row of measurements for each kind of transfer, direction and margin."""
+    """Measure attention beside a copy; return one row for each direction, kind of transfer and margin.
+
+    A margin is how many multiprocessors attention leaves free. The measured attention is a full rectangle of ``rows`` x
+    ``keys``.
+    """
     heads, device = Heads(), torch.device("cuda", torch.cuda.current_device())
     chosen = choose_kernel(device, heads.dtype, heads.head_dim).kernel
     # Attention beside a transfer adds to existing results, which FlashAttention-4 cannot do.
@@ -102,13 +109,14 @@ def margin_table(
 
 
 def copy_by_blocks(source: Tensor, target: Tensor, channels: int, times: int) -> None:
-    """Copy a tensor ``times`` times with ``channels`` blocks, on the current stream."""
+    """Copy a tensor ``times`` times with ``channels`` blocks of threads, on the current stream."""
     copy_kernel[(channels,)](source, target, source.numel(), times, BLOCK=BLOCK, num_warps=16)
 
 
 def _calls(
     kernel: str, rows: int, keys: int, heads: Heads, device: torch.device, margin: int
 ) -> dict[str, Callable[[], Any]]:
+    """Return the forward and the backward call of attention that leaves ``margin`` multiprocessors free."""
     from flexcp.measure.kernels.bench import our_calls
 
     settings = Settings(heads.head_dim**-0.5, sm_margin=margin)
@@ -121,9 +129,10 @@ def _calls(
 def timed_together(
     attention: Callable[[], Any] | None, copy: Callable[[], Any] | None, beside: torch.cuda.Stream
 ) -> tuple[float, float]:
-    """Return the milliseconds of attention and of the copy, which is started first.
+    """Return the milliseconds of attention and of the copy, which is started first on the stream ``beside``.
 
-    Both are queued behind other work, so that the host has launched both before the first begins.
+    Both are queued behind other work, so that the host has launched both before the first begins. A missing call takes
+    about 0.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     torch.cuda.synchronize()
@@ -146,10 +155,10 @@ def timed_together(
 def in_turns(
     pairs: Sequence[Pair], beside: torch.cuda.Stream, rounds: int = 9, warm_s: float = 0.12
 ) -> list[tuple[float, float]]:
-    """Return the median milliseconds of attention and of the copy for each pair.
+    """Return the median milliseconds (of attention, of the copy) for each pair; copies run on the stream ``beside``.
 
-    The pairs are timed in turns, after all of them ran for a while: after lighter work a chip clocks higher for a tenth
-    of a second, and times from that period would not be comparable.
+    The pairs are timed in turns for ``rounds`` rounds, after all of them ran for ``warm_s`` seconds: after lighter work
+    a chip clocks higher for a tenth of a second, and times from that period would not be comparable.
     """
     begin = time.perf_counter()
     while time.perf_counter() - begin < warm_s:

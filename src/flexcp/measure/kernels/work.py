@@ -1,5 +1,6 @@
-"""Workloads of the kernel benchmark: a mask over one stream of tokens,
-as slices for our kernels and as a ``mask_mod`` for FlexAttention.
+"""Workloads of the kernel benchmark: a mask over one stream of tokens, for our kernels and for FlexAttention.
+
+Our kernels get it as slices, FlexAttention as a ``mask_mod``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ WINDOW, SINK, BLOCK, LOCAL, ANSWERS, QUESTION = 4096, 64, 256, 2, 4, 0.2
 
 NAMES = ("causal", "full", "window", "lambda", "question", "blockwise", "docs16", "docs64")
 TREES = ("tree-rollouts16", "tree-rollouts64", "tree-pair", "tree-agent")
-"""Trees: a prompt of a quarter of the tokens with 16 rollouts, one of a half with 64, a prompt with two answers,
-and an agent's run that branches at turns.
+"""Trees: prompts with 16 or 64 rollouts, a prompt with two answers, and an agent's run that branches at turns.
+
+The prompt has a quarter of the tokens with 16 rollouts, and a half otherwise.
 """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Documents of ``lengths`` in one stream, each with the mask ``mask``."""
+    """Documents of ``lengths`` tokens in one stream, each with the mask ``mask``."""
 
     name: str
     lengths: tuple[int, ...]
@@ -40,7 +42,7 @@ class Workload:
         return sum(self.lengths)
 
     def slices(self) -> Ints:
-        """Return the slices of the whole stream."""
+        """Return the slices (rectangles cut by a band of diagonals) of the whole stream, in stream coordinates."""
         starts = np.cumsum((0, *self.lengths[:-1]))
         parts = [masks.shift(self.mask.slices(n), s, s) for n, s in zip(self.lengths, starts.tolist(), strict=True)]
         return np.concatenate(parts)
@@ -51,7 +53,10 @@ class Workload:
 
 
 def workload(name: str, tokens: int, seed: int = 0) -> Workload:
-    """Return the workload of a name (``NAMES``, ``TREES``); ``docsN`` is N causal documents cut at random places."""
+    """Return the workload of a name (``NAMES``, ``TREES``); ``docsN`` is N causal documents cut at random places.
+
+    Raise ValueError for another name, or for more documents than tokens.
+    """
     named = {
         "causal": masks.causal(),
         "full": masks.full(),
@@ -74,6 +79,7 @@ def workload(name: str, tokens: int, seed: int = 0) -> Workload:
 
 
 def _tree(name: str, tokens: int, seed: int) -> Mask:
+    """Return the mask of a tree of this name with ``tokens`` tokens."""
     if name == "tree-agent":
         rng = np.random.default_rng(seed)
         borders = np.unique([0, *rng.integers(1, max(2, tokens), 128), tokens])
