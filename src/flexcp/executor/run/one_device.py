@@ -1,7 +1,7 @@
 """One device: attention of one work list over all rows and heads of its arguments, without any exchange.
 
-It is used by :func:`flexcp.slice_attention` and by ranks that neither send nor receive anything. Inputs are not copied,
-and a kernel with ``FRESH`` writes its results once, in their final dtype.
+It is used by :func:`flexcp.slice_attention`, and for passes in which no rank exchanges anything and this rank has a
+single kernel launch. Inputs are not copied, and a kernel with ``FRESH`` writes its results once, in their final dtype.
 """
 
 from __future__ import annotations
