@@ -43,7 +43,7 @@ class Passes:
     ) -> None:
         self.plan, self.rank, self.settings = plan, rank, settings
         self.collectives = Collectives(group, timeout, step)
-        """The ranks of the step, and whether they still agree."""
+        """Exchanges with the other ranks of the step outside attention; after a failure they refuse further ones."""
         self.host_exchange: type[HostExchange] = HostExchange
         """The exchange that CPU ranks use; tests replace it with a slow one."""
         self.count = 0

@@ -1,4 +1,6 @@
-"""Choose: select the kernel that runs, and say why. The first kernel of this table that supports the tensors is used:
+"""Choose: select the kernel that runs, and say why.
+
+The first kernel of this table that supports the tensors is used:
 
     CPU tensors           cpu      plain torch
     CUDA, Hopper          fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])

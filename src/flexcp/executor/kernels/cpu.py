@@ -34,7 +34,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``."""
+    """Add the attention of the slices to the running ``out`` and ``lse``, in place."""
     work = _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, q_THD.shape[1]):
         s_GRK, _, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)
@@ -59,7 +59,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    """Add the gradients of the slices to ``dq``, ``dk`` and ``dv``, in place."""
     heads, groups, work = q_THD.shape[1], k_TGD.shape[1], _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, heads):
         s_GRK, slope, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)

@@ -57,9 +57,10 @@ class Form:
 
 
 def form_of(slices: Ints) -> Form | None:
-    """Return the slices as one call of FlashAttention-4, or None if the list is not simple.
+    """Return the slices as one call of FlashAttention-4, or None if one call cannot compute them.
 
-    FlashAttention's windows count from the diagonal through a document's last row and last key.
+    They must be whole documents, end to end in rows and keys, under one window. FlashAttention's windows count from the
+    diagonal through a document's last row and last key.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]

@@ -28,7 +28,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``."""
+    """Add the attention of the slices to the running ``out`` and ``lse``, in place."""
     share = q_THD.shape[1] // k_TGD.shape[1]
     logits_HQK, _, hidden_QK = _logits(q_THD, k_TGD, slices, settings)
     lse_HQ = torch.logsumexp(logits_HQK, dim=-1)
@@ -51,7 +51,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    """Add the gradients of the slices to ``dq``, ``dk`` and ``dv``, in place."""
     groups, share = k_TGD.shape[1], q_THD.shape[1] // k_TGD.shape[1]
     logits_HQK, slope_HQK, hidden_QK = _logits(q_THD, k_TGD, slices, settings)
     lse_TH, delta_TH = (x.to(accumulator_dtype(q_THD.dtype)) for x in (lse_TH, delta_TH))

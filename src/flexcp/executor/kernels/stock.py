@@ -109,7 +109,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: WorkList, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``."""
+    """Add the attention of the work list's slices to the running ``out`` and ``lse``, in place."""
     if settings.softcap is not None:
         find_kernel(RAGGED).forward(q_THD, k_TGD, v_TGV, work.whole, settings, out_THV, lse_TH)
         return
@@ -134,7 +134,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    """Add the gradients of the work list's slices to ``dq``, ``dk`` and ``dv``, in place."""
     inputs, results = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH), (dq_THD, dk_TGD, dv_TGV)
     if settings.softcap is not None or settings.deterministic:
         find_kernel(RAGGED).backward(*inputs, work.whole, settings, *results)

@@ -6,7 +6,8 @@ Slot s does the following, in order:
 2. Post the stages that the plan posts in this slot (by default stage s + 1), so that transfers are always issued before
    the work that hides them.
 3. Compute, leaving free as many multiprocessors as the plan says.
-4. Close the dq that no later slot leaves open.
+4. Close the dq that no later slot leaves open, that is, in a form of the kernel's own
+   (:mod:`flexcp.executor.run.prepared`).
 
 The loop knows no strategy and never waits for the device: on a GPU it only queues work on the current CUDA stream.
 Everything that exists only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known

@@ -53,7 +53,7 @@ def part_view(part: MessagePart, message: Tensor, types: Types) -> Tensor:
 def new_inputs(
     shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return uninitialised tensors for the inputs of a shelf, by field, in ``memory`` if it is given."""
+    """Return uninitialised tensors for the inputs of a shelf, by field name; they lie in ``memory`` if it is given."""
     return _laid_out(shelf, backward, False, shape, types, memory)
 
 

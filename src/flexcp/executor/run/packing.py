@@ -23,7 +23,7 @@ from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
 
 class Packing(Protocol):
-    """Moves the blocks of a stage between shelves and messages."""
+    """Moves the blocks (pieces of tokens) of a stage between a rank's shelves and its messages."""
 
     def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
         """Fill the messages that leave in ``stage``."""

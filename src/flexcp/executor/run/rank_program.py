@@ -73,7 +73,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Message:
-    """All blocks that go to or come from one peer in one stage, in the order on which both ranks agree."""
+    """All blocks (pieces of tokens) that go to or come from one peer in one stage, in the order that both ranks use."""
 
     peer: int
     blocks: tuple[Block, ...]
@@ -173,7 +173,7 @@ class _Builder:
         self.segments: dict[tuple[int, int, int], list[Ints]] = {}
 
     def build(self) -> tuple[tuple[Shelf, ...], tuple[Slot, ...]]:
-        """Return the shelves and the slots."""
+        """Return the shelves and the slots of the program."""
         t = self.program.transfers
         mine = t.take((t.source == self.rank) | (t.target == self.rank))
         if not self.placement.assemble_own:

@@ -190,7 +190,7 @@ class _Builder:
             yield [(block, found[id(block)]) for block in message.blocks]
 
     def launches(self, moves: Iterable[Move]) -> list[Launch]:
-        """Group moves into as few launches as possible."""
+        """Group moves into launches, as few as possible, and return these."""
         groups: dict[tuple[object, ...], dict[tuple[object, ...], list[Move]]] = {}
         for move in moves:
             groups.setdefault(move.key, {}).setdefault(move.pair, []).append(move)

@@ -92,7 +92,7 @@ def records(
     begins: Ints | None = None,
     finishes: Ints | None = None,
 ) -> NDArray[np.int32]:
-    """Return a record for every item of a dealt table, ``[rounds + 1, programs, 12]``.
+    """Return a record for every item of a table from :func:`dealt`, ``[rounds + 1, programs, 12]``.
 
     A record has: first row (-1: no item), last row + 1, first segment, number of blocks; first key, blocks and mask of
     the first segment; the group of heads; counter and place of a part of a tile (``parts``, see

@@ -392,7 +392,7 @@ def backward_alone(
 
 @cache
 def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
-    """Return the compiled :class:`Before`, which runs before a backward of order "alone"."""
+    """Return the compiled :class:`Before`, which runs before a backward whose launch alone adds to dq."""
     kind = TYPES[dtype]
     pointers = [_pointer(kind)] * 2 + [_pointer(Float32, 4)] * 3 + [_pointer(Float32)]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 8
@@ -401,7 +401,7 @@ def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
 
 @cache
 def compiled_after(dtype: torch.dtype, pack: int) -> Any:
-    """Return the compiled :class:`After`, which runs after a backward of order "alone"."""
+    """Return the compiled :class:`After`, which runs after a backward whose launch alone adds to dq."""
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 2 + [Float32(1.0)]
     return _compiled(After(TYPES[dtype], pack), pointers, numbers, "after", dtype, pack)

@@ -155,7 +155,10 @@ class Before:
 
 
 class After:
-    """The kernel that makes dq from the sums: scaled, rounded, and with rows and columns in place."""
+    """The kernel that makes dq from the sums of a backward: scaled, rounded, and with rows and columns in place.
+
+    The order of the sums in memory is that of the module docstring.
+    """
 
     def __init__(self, dtype, pack):
         self.dtype, self.pack = dtype, pack

@@ -496,7 +496,7 @@ def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
 
 
 def columns(size: int) -> int:
-    """Return the width of a block for a head size: the next power of two, as Triton needs."""
+    """Return the width of a block for a head size: the next power of two, as Triton needs, at least ``NARROWEST``."""
     return max(NARROWEST, int(triton.next_power_of_2(size)))
 
 
