@@ -76,7 +76,7 @@ def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
 
 
 def _predicted_ns(plan: Plan) -> int:
-    """Return the closed form's time of all layers, without vocabulary and gradient sync."""
+    """Return the time of all layers by the formula that planners use, without vocabulary and gradient sync."""
     return predict(plan.placement, plan.shape, plan.cluster, plan.cost).total_ns
 
 

@@ -1,7 +1,7 @@
 """Where the simulated time of a plan goes, for the pictures and figures of a report.
 
-The panel of a plan is given the times that stand elsewhere on the page, so that both agree. The closed form's time, by
-which planners compare placements, is shown beside them under its own name.
+A page that shows a plan beside other results passes their times in, so that both agree. The time that planners compare
+placements by (a closed form, not simulated) is shown beside it under its own name.
 """
 
 from __future__ import annotations
