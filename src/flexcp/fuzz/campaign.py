@@ -28,16 +28,21 @@ MOST_FAILURES = 10
 """A campaign ends after this many failed cases, because one bug fails many."""
 CASE_SECONDS = 2 * PATIENCE + SHRINKING_SECONDS
 """A worker that does not answer for this long counts as lost.
+
 Ranks that do not answer are noticed earlier, by their pool.
 """
 TELL_SECONDS = 1.0
+"""How often a campaign reports its results so far."""
 LEAVE_SECONDS = 2.0
 """How long workers may take to close their ranks before they are killed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a campaign ends: after a number of cases, seconds (0: no limit) or failures."""
+    """When a campaign ends: after a number of cases, of seconds, or of failures, whichever comes first.
+
+    0 cases or 0 seconds mean no such limit.
+    """
 
     cases: int = 0
     seconds: float = 0.0
@@ -46,7 +51,8 @@ class Limits:
 
 @dataclass
 class _Worker:
-    """A worker process, the number of its case and when it began;
+    """A worker process, the number of its case, and when it began that case (``time.monotonic()``).
+
     ``number`` is None until it asks for its first case.
     """
 
@@ -56,7 +62,11 @@ class _Worker:
 
 
 def campaign(task: Task, limits: Limits, jobs: int = 1, tell: Callable[[Found], None] = lambda _: None) -> Found:
-    """Judge cases until a limit is reached; ``tell`` is called about once a second with the results so far."""
+    """Judge cases with ``jobs`` workers until a limit is reached, and return the results.
+
+    ``tell`` is called about once a second with the results so far. Raises RuntimeError if a worker dies before its
+    first case.
+    """
     found = Found(task.seed, jobs)
     begin = time.monotonic()
     numbers = iter(range(limits.cases)) if limits.cases else _endless()
@@ -112,7 +122,10 @@ def _start(task: Task, crew: dict[Connection, _Worker]) -> None:
 
 
 def _hear(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: Found, numbers: Iterator[int]) -> None:
-    """Receive a worker's message, and send it its next case number."""
+    """Receive a worker's message, add it to ``found``, and send the worker its next case number.
+
+    If there are no more numbers, the worker is ended.
+    """
     worker = crew[pipe]
     try:
         judged: Judged | None = pipe.recv()
@@ -143,7 +156,10 @@ def _note(task: Task, judged: Judged, found: Found) -> None:
 
 
 def _lost(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: Found, how: str) -> None:
-    """Replace a worker that died or does not answer, and count its case as failed."""
+    """Replace a worker that died or does not answer, and count its case as failed; ``how`` says what happened to it.
+
+    Raises RuntimeError if the worker had no case yet.
+    """
     worker = crew.pop(pipe)
     _end([worker.process])
     if worker.number is None:
@@ -157,7 +173,7 @@ def _lost(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: 
 
 
 def _end(processes: list[SpawnProcess], patience: float = LEAVE_SECONDS) -> None:
-    """Stop processes with everything they started: first with SIGTERM, then with SIGKILL."""
+    """Stop processes and all that they started: first with SIGTERM, then, after ``patience`` seconds, with SIGKILL."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + patience

@@ -23,14 +23,19 @@ from flexcp.version import __version__
 
 FORMAT = "flexcp-fuzz-1"
 MOST_TOKENS_ON_RANKS = 4096
-"""The most tokens of a batch that is executed token by token and on real ranks. Longer batches are only planned,
-checked by ranges and simulated.
+"""The most tokens of a batch that is executed token by token and on real ranks.
+
+Longer batches are only planned, checked by ranges and simulated.
 """
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One of the model's masks: the same for all documents, or with ``each`` one for every document."""
+    """One of the model's masks, as plain values: the same for all documents, or with ``each`` one for every document.
+
+    ``layers`` is the number of the model's layers that use it, and ``words`` the mask words, or with ``each`` a list of
+    them.
+    """
 
     name: str
     layers: int
@@ -49,7 +54,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Run:
-    """Options of the attention calls on real ranks."""
+    """Options of the attention calls on real ranks.
+
+    ``values`` says what the inputs are: ``"normal"``, ``"large"`` or ``"equal"`` numbers. ``lse_gradient`` gives the
+    LSE a gradient too. ``rounds_per_call`` and ``chunk_bytes`` are arguments of ``bind``.
+    """
 
     seed: int = 0
     softcap: float | None = None
@@ -63,7 +72,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, a machine, an attention layer, the planner's options, and how ranks run the plan."""
+    """A batch, a machine, an attention layer, the planner's options, and how ranks run the plan.
+
+    ``machine`` are the arguments of :func:`flexcp.cluster`, ``attention`` and ``planner`` those of
+    :class:`flexcp.Planner`, and ``call`` those of the planner's call. With ``micro_batches`` the batch may be planned
+    in several parts.
+    """
 
     lengths: list[int]
     layers: list[Layer]
@@ -84,7 +98,7 @@ class Case:
 
     @property
     def small(self) -> bool:
-        """Whether the case is small enough to be executed token by token."""
+        """Whether the case has few enough tokens to be executed token by token."""
         return sum(self.lengths) <= MOST_TOKENS_ON_RANKS
 
     def made_planner(self) -> Planner:
@@ -92,7 +106,7 @@ class Case:
         return Planner(**self.attention, **self.planner, cluster=self.cluster)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the planner's call."""
+        """Return the keyword arguments of the planner's call, without the lengths."""
         if len(self.layers) == 1:
             return {"mask": self.layers[0].rule(), **self.call}
         return {"masks": {layer.name: (layer.rule(), layer.layers) for layer in self.layers}, **self.call}
@@ -113,7 +127,7 @@ def is_case_file(path: Path) -> bool:
 
 
 def read_case(path: Path) -> Case:
-    """Read the case of a file; a ValueError names the file."""
+    """Read the case of a file; raise a ValueError that names the file if it is none."""
     content = read_json(path, "case of flexcp fuzz", "write one with `flexcp fuzz`")
     try:
         whole = mapping(content, "the file")

@@ -1,5 +1,6 @@
-"""Dense attention: outputs and gradients of a batch in float64 NumPy, document by document and head by head,
-from the formulas.
+"""Dense attention: outputs and gradients of a batch in float64 NumPy, from the formulas.
+
+They are computed document by document and head by head:
 
     s = softcap(q k^T * scale)    p = exp(s - lse)    out = p v            lse = log(sum exp(s) + exp(sink))
     ds = p * (do v^T - rowsum(do * out) + dlse)       dq = ds' k * scale   dk = ds'^T q * scale   dv = p^T do
@@ -21,8 +22,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a whole stream: tensors ``[token, head, size]``, the LSE's gradient ``[token, head]``,
-    a sink for each head or None.
+    """Inputs of a whole stream: tensors ``[token, head, size]``, and the LSE's gradient ``dlse``, ``[token, head]``.
+
+    ``sinks`` has a logit for each head, or is None.
     """
 
     q: Floats
@@ -35,8 +37,10 @@ class Inputs:
 
 
 def dense_attention(x: Inputs, allowed: list[Bools]) -> dict[str, Floats]:
-    """Return all results for documents that lie end to end in the stream;
-    ``allowed[d]`` are the pairs of document d.
+    """Return all results, by name, for documents that lie end to end in the stream.
+
+    ``allowed[d]`` are the pairs of document d, as a boolean matrix ``[query, key]``. The names are ``out``, ``lse``,
+    ``dq``, ``dk``, ``dv`` and, with sinks, ``dsinks``.
     """
     heads = x.q.shape[1]
     found = {

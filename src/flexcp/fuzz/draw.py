@@ -1,4 +1,4 @@
-"""Random cases. A case depends on the campaign's seed and its number alone, so that each can be drawn again.
+"""Random cases; a case depends on the campaign's seed and its number alone, so that each can be drawn again.
 
 Most cases are small, because small ones reach the corners: documents of one token, ranks without tokens, rows without
 keys. A few are so long that they can only be checked by ranges. Strategies that take seconds to plan are drawn rarely.
@@ -31,19 +31,23 @@ STRATEGIES = {
     "dcp": 0.5,
     "hypergraph": 0.15,
 }
+"""The strategies, and how often each is drawn relative to the others."""
 KEEP_LAYOUTS = ("auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "fcp", "hypergraph")
 BALANCED = ("blocks", "auto", "hypergraph")
 """Strategies that accept tolerances."""
 SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8), (2, 1), (2, 2), (2, 3), (3, 1), (3, 3), (2, 8))
+"""The clusters that are drawn: (nodes, ranks per node)."""
 ON_RANKS = 8
 """Number of ranks that are started for cases on real ranks."""
 HEADS = ((1, 1), (2, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 1), (8, 8), (10, 5), (12, 4))
+"""The attention shapes that are drawn: (query heads, KV heads)."""
 DTYPES = ("float64", "float64", "float64", "bfloat16", "float32", "float16")
 
 
 def draw(seed: int, number: int, most_ranks: int | None = None) -> Case:
-    """Draw case ``number`` of a campaign. With ``most_ranks`` the case is for real ranks:
-    it has at most that many ranks, and short documents.
+    """Draw case ``number`` of a campaign.
+
+    With ``most_ranks`` the case is for real ranks: it has at most that many ranks, and short documents.
     """
     rng = random.Random(f"{seed}/{number}")
     on_ranks = most_ranks is not None
@@ -105,7 +109,10 @@ def _layers(rng: random.Random, lengths: list[int], long: bool) -> list[Layer]:
 def _told(
     rng: random.Random, strategy: str, ranks: int, tokens: int, longest: int
 ) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return the planner's options, the options of its call, and whether micro-batches are wanted."""
+    """Return the planner's options, the options of its call, and whether micro-batches are wanted.
+
+    ``tokens`` are those of all documents, ``longest`` is the length of the longest one.
+    """
     options: dict[str, Any] = {"strategy": strategy + _argument(rng, strategy, ranks)}
     call: dict[str, Any] = {}
     micro_batches = False

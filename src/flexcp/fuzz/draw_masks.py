@@ -10,12 +10,13 @@ from typing import Any
 from flexcp.fuzz.mask_words import Words
 
 EXTREMES = (sys.maxsize, sys.maxsize - 1, 1 << 62, (1 << 62) - 1, 1 << 61, 1 << 40, 1 << 31, (1 << 30) - 1, 0, 1)
+"""Numbers that are drawn in place of usual sizes."""
 NAMED = ("full", "causal", "causal", "window", "lambda", "shared-question", "blockwise", "prefix")
 OF_ONE_LENGTH = ("slices", "key-ranges", "tree", "modality", "shared-answers")
 
 
 def named_mask(rng: random.Random, longest: int) -> Words:
-    """Draw a mask for documents of any length."""
+    """Draw a mask for documents of any length, up to ``longest``, as mask words such as ``["window", 6, 0]``."""
     kind = rng.choice(NAMED)
     wide = max(2, min(longest, 64))
 
@@ -35,7 +36,7 @@ def named_mask(rng: random.Random, longest: int) -> Words:
 
 
 def document_mask(rng: random.Random, length: int) -> Words:
-    """Draw a mask for one document of ``length`` tokens."""
+    """Draw a mask for one document of ``length`` tokens, as mask words such as ``["window", 6, 0]``."""
     if rng.random() < 0.35:
         return named_mask(rng, length)
     kind = rng.choice(OF_ONE_LENGTH)
@@ -71,7 +72,7 @@ def _slices(rng: random.Random, length: int) -> list[list[int | None]]:
 
 
 def _key_ranges(rng: random.Random, length: int) -> list[list[list[int]]]:
-    """Draw up to three ranges for each query, which may overlap; neighbouring queries often have the same."""
+    """Draw up to three ranges of keys for each query, which may overlap; neighbouring queries often have the same."""
     found: list[list[list[int]]] = []
     for _ in range(length):
         if found and rng.random() < 0.6:

@@ -13,7 +13,10 @@ from flexcp.fuzz.judge import Outcome
 
 @dataclass(frozen=True)
 class Failure:
-    """A failing case: its number, the file with its shrunk form, the failed check and its message."""
+    """A failing case: its number, the file with the case, the failed check and its message.
+
+    The case in the file is shrunk, as far as that was possible.
+    """
 
     number: int
     file: Path
@@ -23,7 +26,11 @@ class Failure:
 
 @dataclass
 class Found:
-    """Counts of a campaign, its failures, and what its cases covered."""
+    """Counts of a campaign, its failures, and what its cases covered.
+
+    ``jobs`` is the number of workers, ``refused`` how many cases the planner refused, ``on_ranks`` how many passed on
+    real ranks. ``covered`` counts, for each kind of feature (strategy, mask, ...), how many cases had it.
+    """
 
     seed: int
     jobs: int = 1

@@ -36,7 +36,10 @@ ALWAYS_PLAN = ("blocks", "auto", "dp")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case: which check failed and its message, or how the planner refused."""
+    """The result of a case: which check failed and its message, or how the planner refused.
+
+    ``plans`` is the number of plans that were made and checked, 0 unless the case passed.
+    """
 
     verdict: Verdict
     check: str = ""
@@ -49,7 +52,9 @@ class Outcome:
 @dataclass(frozen=True)
 class Extras:
     """The slower checks, which a campaign runs on a share of its cases.
-    ``seconds`` limits the CPU time of a case in this process.
+
+    ``again`` plans a second time, ``report`` checks the HTML report, ``loader`` a data loader, and with ``pool`` plans
+    run on real ranks. ``seconds`` limits the CPU time of a case in this process.
     """
 
     again: bool = True
@@ -64,7 +69,7 @@ class _TooLong(Exception):  # noqa: N818
 
 
 def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - immutable
-    """Run all checks that apply to a case."""
+    """Run all checks that apply to a case and return the outcome; exceptions of the case are part of it."""
     at, passed = "plan", list[str]()
     try:
         with _limited(extras.seconds):
@@ -92,7 +97,10 @@ def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - imm
 
 
 def _planned(case: Case) -> list[tuple[list[int], Plan]] | Outcome:
-    """Return (documents, plan) of each micro-batch, or the outcome if the planner refused."""
+    """Return (documents, plan) of each micro-batch, or the outcome if the planner refused.
+
+    Raises :class:`Wrong` if the micro-batches do not hold every document once.
+    """
     try:
         planner, arguments = case.made_planner(), case.arguments()
         if case.micro_batches and "layout" not in arguments:
@@ -123,7 +131,10 @@ def _leaves_no_room(case: Case) -> bool:
 
 
 def _checks(case: Case, documents: list[int], plan: Plan, extras: Extras) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield (name, check) in order: a later check may assume what an earlier one has checked."""
+    """Yield (name, check) in order: a later check may assume what an earlier one has checked.
+
+    ``documents`` are the numbers of the plan's documents in the case.
+    """
     dense: list[list[NDArray[np.bool_]]] = []
     words = [[layer.of_document(d) for d in documents] for layer in case.layers]
     yield "check", plan.check
@@ -155,6 +166,7 @@ def _check_again(case: Case, documents: list[int], plan: Plan) -> None:
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
     """Raise :class:`_TooLong` inside the context after ``seconds`` of this process's CPU time.
+
     Ranks have their own limits.
     """
 

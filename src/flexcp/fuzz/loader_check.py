@@ -34,7 +34,10 @@ class _Documents:
 
 
 def check_loader(case: Case) -> None:
-    """Run two epochs, then the first again with a second loader that resumes in its middle."""
+    """Check two epochs of a loader, then the first epoch again with a second loader that resumes in its middle.
+
+    Raises :class:`flexcp.fuzz.token_machine.Wrong`.
+    """
     rng = random.Random(case.run.seed)
     known, shuffle = rng.random() < 0.5, rng.random() < 0.5
     budget = max(case.lengths) + rng.randrange(sum(case.lengths))
@@ -76,7 +79,7 @@ def check_loader(case: Case) -> None:
 
 
 def _checked(batch: Any, case: Case, budget: int) -> list[int]:
-    """Check the rows of a batch and return its samples."""
+    """Check tokens, labels, positions and size of a batch, and return the numbers of its samples."""
     samples: list[int] = batch.samples.tolist()
     rows = [torch.arange(case.lengths[s]) + 10_000 * s for s in samples]
     stream = torch.cat(rows)

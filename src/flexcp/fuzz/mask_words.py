@@ -18,13 +18,14 @@ from flexcp.masks import Mask
 
 Bools = NDArray[np.bool_]
 Words = list[Any]
+"""A mask as plain values: its kind and its numbers, as in ``["window", 6, 0]``."""
 
 FAR = 1 << 40
 """A number larger than any document, which replaces larger ones that would not fit into 64 bits."""
 
 
 def rule_of(words: Words) -> Mask:
-    """Return the mask, made as a user would make it."""
+    """Return the mask, made as a user would make it; raise ValueError for an unknown kind."""
     kind, *numbers = words
     makers: dict[str, Callable[..., Mask]] = {
         "full": masks.full,
@@ -45,7 +46,7 @@ def rule_of(words: Words) -> Mask:
 
 
 def allowed(words: Words, length: int) -> Bools:
-    """Return which pairs attend in a document of ``length`` tokens, as ``[query, key]``."""
+    """Return which pairs attend in a document of ``length`` tokens, as a boolean matrix ``[query, key]``."""
     return np.asarray(_allowed(words, length), bool)
 
 
@@ -97,7 +98,11 @@ def _modality(spans: list[list[int]], self_only: bool, causal: Bools) -> Bools:
 
 
 def _shared_question(answers: int | list[int], question: float, length: int) -> Bools:
-    """Return the keys of the question and of a row's own answer, before the causal restriction."""
+    """Return the pairs of each row with the keys of the question and of its own answer, before the causal restriction.
+
+    ``answers`` is the number of answers, with ``question`` a share of the length, or a list of their lengths, with
+    ``question`` a number of tokens.
+    """
     if isinstance(answers, int):
         asked = int(question * length)
         each = (length - asked) // answers
@@ -110,7 +115,10 @@ def _shared_question(answers: int | list[int], question: float, length: int) -> 
 
 
 def _tree(parents: list[int], lengths: list[int], left: int | None) -> Bools:
-    """Return the pairs of a tree by walking from each token to its root."""
+    """Return the pairs of a tree by walking from each token to its root.
+
+    With ``left``, a token sees only itself and the ``left`` nearest tokens of that path.
+    """
     starts = np.cumsum([0, *lengths])
     found = np.zeros((int(starts[-1]), int(starts[-1])), bool)
     for segment, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The checks of every plan. Each raises :class:`~flexcp.fuzz.token_machine.Wrong`, or what the plan raises."""
+"""The checks of every plan; each raises :class:`~flexcp.fuzz.token_machine.Wrong`, or what the plan raises."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ ROUNDING = 2
 
 
 def check_slices(plan: Plan, words: list[list[Words]]) -> list[list[Bools]]:
-    """Check that slices cover exactly the pairs that masks allow, each once;
-    returns those pairs as ``[mask][document]``.
+    """Check that slices cover exactly the pairs that masks allow, each once, and return those pairs.
+
+    ``words[mask][document]`` are the masks as plain values. The result is ``[mask][document]`` boolean matrices
+    ``[query, key]``.
     """
     found = []
     for mask, of_mask in zip(plan.batch.masks, words, strict=True):
@@ -40,7 +42,10 @@ def check_slices(plan: Plan, words: list[list[Words]]) -> list[list[Bools]]:
 
 
 def check_promises(plan: Plan, case: Case) -> None:
-    """Check that caps, equal counts and fixed layouts hold, and that the plan's peers are those of its transfers."""
+    """Check what the case's options promise: caps, equal token counts, fixed layouts and the number of peers.
+
+    Also checks that the plan's peers are those of its transfers.
+    """
     owner = owners(plan)
     counts = np.bincount(owner, minlength=plan.ranks)
     require(plan.placement.tokens.tolist() == counts.tolist(), "placement.tokens is not what ranks keep")
@@ -90,7 +95,7 @@ def _check_layout(owner: np.ndarray, layout: str | list[list[int]], ranks: int) 
 
 
 def check_simulation(plan: Plan) -> None:
-    """Check that simulated times are finite and not below the lower bounds for any placement."""
+    """Check that simulated times are consistent, finite and not below the lower bounds for any placement."""
     found = simulate(plan)
     layers = sum(mask.layers for mask in plan.batch.masks)
     for backward in (False, True):
@@ -119,5 +124,5 @@ def check_file(plan: Plan) -> None:
 
 
 def check_tokens(plan: Plan, dense: list[list[Bools]]) -> None:
-    """Execute the plan token by token."""
+    """Execute the plan token by token; ``dense[mask][document]`` are the allowed pairs."""
     execute(plan, dense)

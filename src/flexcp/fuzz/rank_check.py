@@ -1,10 +1,9 @@
-"""Rank check: run a plan on real ranks, forward and backward under each of its masks,
-and compare with dense attention in float64.
+"""Rank check: run a plan on real ranks, forward and backward under each mask, and compare with dense float64 attention.
 
-Every rank makes the same stream from the seed; rank 0 gathers the results and this process compares them. The passes of
-all masks share one step, as layers do, and the first mask runs twice: on a CPU the same plan must give the same bits.
-Errors are max|x - ref| / max(1, max|ref|). Float64 may be off by 1e-10, lower precisions by :data:`ROUNDINGS` of their
-own roundings, which is loose but finds a missing or doubled contribution.
+Every rank makes the same stream (the documents laid end to end) from the seed; rank 0 gathers the results and this
+process compares them. The passes of all masks share one step, as layers do, and the first mask runs twice: on a CPU the
+same plan must give the same bits. Errors are max|x - ref| / max(1, max|ref|). Float64 may be off by 1e-10, lower
+precisions by :data:`ROUNDINGS` of their own roundings, which is loose but finds a missing or doubled contribution.
 """
 
 from __future__ import annotations
@@ -32,13 +31,17 @@ EXACT = 1e-10
 LIMIT = 240.0
 """Seconds that ranks wait for each other."""
 ROUNDINGS = 24
-"""How many roundings of a low precision a result may be off: inputs, probabilities and results are each rounded,
-and gradients add these errors up.
+"""How many roundings of a low precision a result may be off.
+
+Inputs, probabilities and results are each rounded, and gradients add these errors up.
 """
 
 
 def check_ranks(plan: Plan, dense: list[list[Bools]], how: Run, pool: RankPool) -> None:
-    """Run the plan on the first ranks of ``pool`` and compare its results, bits and bytes."""
+    """Run the plan on the first ranks of ``pool``, and check its results, that they repeat bit for bit, and bytes sent.
+
+    ``dense[mask][document]`` are the (query, key) pairs that attend. Raises :class:`flexcp.fuzz.token_machine.Wrong`.
+    """
     found = pool.run(run_plan, plan, how, ranks=plan.ranks)[0]
     require(found["again"], "the same plan gave other bits in its second pass")
     for backward, sent in enumerate(found["sent"]):
@@ -59,7 +62,10 @@ def check_ranks(plan: Plan, dense: list[list[Bools]], how: Run, pool: RankPool) 
 
 
 def made_stream(plan: Plan, how: Run) -> Stream:
-    """Return the inputs of the whole stream in the plan's dtype."""
+    """Return the inputs of the whole stream, and the gradients of its outputs, drawn from the seed of ``how``.
+
+    They are in the plan's dtype; the gradient of the LSE is in the accumulator dtype.
+    """
     generator = torch.Generator().manual_seed(how.seed)
     shape, tokens = plan.shape, plan.batch.tokens
     dtype = getattr(torch, shape.dtype)
@@ -81,8 +87,10 @@ def made_stream(plan: Plan, how: Run) -> Stream:
 
 
 def run_plan(group: dist.ProcessGroup, plan: Plan, how: Run) -> dict[str, Any] | None:
-    """Run all masks in one step, and the first once more; called on every rank.
-    Returns what rank 0 gathered, else None.
+    """Run all masks in one step, and the first once more; this function is called on every rank.
+
+    On rank 0 it returns the results of each mask, whether the second run gave the same bits (``again``), and the bytes
+    sent, by direction and rank; on other ranks None.
     """
     stream = made_stream(plan, how)
     step = bind(plan, group, LIMIT, rounds_per_call=how.rounds_per_call, chunk_bytes=how.chunk_bytes)
@@ -99,7 +107,7 @@ def run_plan(group: dist.ProcessGroup, plan: Plan, how: Run) -> dict[str, Any] |
 
 
 def _one_mask(step: Step, stream: Stream, how: Run, name: str) -> dict[str, torch.Tensor]:
-    """Run one mask and return its results in stream order."""
+    """Run the mask called ``name``, forward and backward, and return its results in stream order."""
     q, k, v = (step.shard(_not_none(stream[n])).requires_grad_() for n in "qkv")
     sinks = None if stream["sinks"] is None else stream["sinks"].clone().requires_grad_()
     out, lse = attention(q, k, v, step, mask=name, softcap=how.softcap, sinks=sinks, return_lse=True, kernel=how.kernel)
@@ -124,7 +132,10 @@ def _not_none(x: torch.Tensor | None) -> torch.Tensor:
 
 
 def _error(found: np.ndarray, exact: np.ndarray) -> float:
-    """Return max|x - ref| / max(1, max|ref|); infinity if the empty rows differ or a value is not finite."""
+    """Return max|x - ref| / max(1, max|ref|).
+
+    It is infinite if shapes or the rows without keys (-inf) differ, or a value is not finite.
+    """
     empty = np.isneginf(exact)
     if found.shape != exact.shape or not np.array_equal(np.isneginf(found), empty):
         return float("inf")

@@ -1,9 +1,9 @@
-"""Readers: every kind of file that a user can pass is changed at random, and must be read
-or refused in one line that names the file.
+"""Readers: change files of every kind that a user can pass at random; each must be read, or refused in one line.
 
 A good file of each kind is changed as disks and cables do (bits, ranges, truncation), as careless editing does (values
 of other types, missing and doubled entries), and as an attacker does (endless nesting, numbers beyond 64 bits, names
-with terminal control characters). A file that is read is then used as far as commands use it before they compute.
+with terminal control characters). A refusal must name the file, for most kinds. A file that is read is then used as far
+as commands use it before they compute.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of file: its suffix, a good example, and the function that reads it;
-    with ``named`` its errors must name the file.
+    """A kind of file: its suffix, the content of a good example, and the function that reads it.
+
+    With ``named`` the errors of that function must name the file.
     """
 
     kind: str
@@ -73,8 +74,9 @@ def _mask_slices(path: Path) -> object:
 
 
 def readers(folder: Path) -> list[Reader]:
-    """Return all kinds of files; some good examples are first written to ``folder``
-    by the code that writes them for users.
+    """Return all kinds of files that are checked.
+
+    Some good examples are first written to ``folder`` by the code that writes them for users.
     """
     plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
     config = {
@@ -159,7 +161,7 @@ def _load_state(path: Path) -> object:
 
 
 def changed(reader: Reader, rng: random.Random) -> bytes:
-    """Return a randomly changed file."""
+    """Return the content of a randomly changed file of this kind."""
     way = rng.randrange(6)
     if way == 0:
         return rng.choice(TEXTS).encode("utf-8", errors="surrogatepass")
@@ -190,7 +192,7 @@ def _changed_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_value(here: Any, rng: random.Random) -> None:
-    """Change a random value inside nested JSON, but not the outermost."""
+    """Change a random value inside nested JSON, in place; the outermost value stays."""
     while True:
         keys = list(here) if isinstance(here, dict) else list(range(len(here)))
         if not keys:
@@ -217,7 +219,7 @@ def change_value(here: Any, rng: random.Random) -> None:
 
 @dataclass(frozen=True)
 class BadRead:
-    """A file that was neither read nor refused correctly."""
+    """A file that was neither read nor refused correctly, and what went wrong."""
 
     kind: str
     content: bytes
@@ -225,7 +227,10 @@ class BadRead:
 
 
 def fuzz_readers(count: int, seed: int, folder: Path) -> Iterator[tuple[str, bool, BadRead | None]]:
-    """Yield (kind, whether it was read, what went wrong) for each of ``count`` changed files."""
+    """Yield (kind, whether it was read, what went wrong or None) for each of ``count`` changed files.
+
+    The files are written to ``folder``.
+    """
     kinds, rng = readers(folder), random.Random(seed)
     for number in range(count):
         reader = kinds[number % len(kinds)]

@@ -41,8 +41,9 @@ class _Page(HTMLParser):
 
 
 def check_report(plan: Plan) -> None:
-    """Check that bytes, runs, regions and lengths in the page are the plan's,
-    for a plan with many parts those of the drawn documents.
+    """Check that the lengths, runs, regions and bytes in a plan's page are the plan's; raise ``Wrong`` if not.
+
+    For a plan with many parts, only the runs and regions of the documents that the page draws are there.
     """
     reader = _Page()
     reader.feed(page([plan_section(plan)], HOSTILE))
@@ -86,6 +87,7 @@ def _check_drawn(plan: Plan, documents: list[int]) -> None:
 
 def _runs_of(plan: Plan, documents: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return (rank, start, stop) of the runs with tokens of these documents.
+
     If these are all documents, the runs of pads are included.
     """
     runs, starts = plan.placement.runs, plan.batch.starts

@@ -1,4 +1,4 @@
-"""Shrinking: a failing case is made smaller, one simplification at a time, as long as the same check fails.
+"""Shrinking: make a failing case smaller, one simplification at a time, as long as the same check fails.
 
 Simplifications are tried from the largest step to the smallest: fewer documents, shorter ones, one mask, a simpler
 mask, fewer ranks, fewer heads, fewer options. A mask that fits only one length becomes causal when its document is cut.
@@ -21,7 +21,8 @@ def shrunk(
     case: Case, outcome: Outcome, again: Callable[[Case], Outcome], more: Callable[[], bool]
 ) -> tuple[Case, Outcome]:
     """Return the smallest failing case found, and its outcome.
-    ``again`` judges a case; ``more`` tells whether there is time left.
+
+    ``outcome`` is that of ``case``, ``again`` judges a case, and ``more`` tells whether there is time left.
     """
     found = True
     while found:
@@ -37,7 +38,7 @@ def shrunk(
 
 
 def simplifications(case: Case) -> Iterator[Case]:
-    """Yield smaller cases than this one."""
+    """Yield smaller cases than this one, each with one simplification."""
     count = len(case.lengths)
     if count > 1:
         yield from (_documents(case, range(count // 2)), _documents(case, range(count // 2, count)))

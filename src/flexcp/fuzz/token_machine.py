@@ -27,7 +27,7 @@ Q, KV, OUT, DO, DQ, DKV = range(6)
 
 
 class Wrong(Exception):  # noqa: N818 - a finding, not an accident
-    """Raised by a check that found an error."""
+    """Raised by a check of the fuzzer that found an error."""
 
 
 def require(condition: bool | np.bool_, message: str) -> None:
@@ -37,8 +37,9 @@ def require(condition: bool | np.bool_, message: str) -> None:
 
 
 def execute(plan: Plan, allowed: list[list[Bools]]) -> None:
-    """Execute all passes of a plan and raise :class:`Wrong` on an error;
-    ``allowed[mask][document]`` are the allowed pairs.
+    """Execute all passes of a plan and raise :class:`Wrong` on an error.
+
+    ``allowed[mask][document]`` are the allowed pairs, as boolean matrices ``[query, key]``.
     """
     owner = owners(plan)
     for mask, dense in enumerate(allowed):
@@ -52,7 +53,7 @@ def execute(plan: Plan, allowed: list[list[Bools]]) -> None:
 
 
 def owners(plan: Plan) -> Ints:
-    """Return the rank that keeps each token of the stream, pads included."""
+    """Return the rank that keeps each token of the stream, pads included; raise :class:`Wrong` unless each has one."""
     owner = np.full(plan.batch.tokens + plan.placement.pads, -1, np.int64)
     for rank, start, stop in plan.placement.runs.matrix().T.tolist():
         require(0 <= rank < plan.ranks and 0 <= start < stop <= len(owner), f"run {(rank, start, stop)} is impossible")
@@ -63,7 +64,10 @@ def owners(plan: Plan) -> Ints:
 
 
 def computed_once(plan: Plan, mask: int, dense: list[Bools]) -> Ints:
-    """Check that every allowed pair of every head is in exactly one region; returns the pairs x heads of each rank."""
+    """Check that every allowed pair of every head is in exactly one region; return the pairs x heads of each rank.
+
+    ``dense[document]`` are the allowed pairs. Raises :class:`Wrong`.
+    """
     times = [np.zeros((plan.shape.heads, *pairs.shape), np.int16) for pairs in dense]
     work = np.zeros(plan.ranks, np.int64)
     for rank, d, q0, q1, k0, k1, h0, h1 in plan.placement.regions[mask].matrix().T.tolist():
@@ -96,7 +100,7 @@ def _bytes(plan: Plan, program: Program) -> Ints:
 
 
 class _Pass:
-    """One pass: one direction of one mask on all ranks."""
+    """One pass on all ranks: one direction of one mask; ``where`` names it in errors."""
 
     def __init__(self, plan: Plan, mask: int, backward: bool, owner: Ints, dense: list[Bools], where: str) -> None:
         self.plan, self.mask, self.backward, self.dense, self.where = plan, mask, backward, dense, where
@@ -131,7 +135,10 @@ class _Pass:
         return (stage - ahead, stage - ahead - 1) if ahead else (stage - 1, stage - 1)
 
     def _arrivals(self, kind: int, heads: int) -> Ints:
-        """Return as ``[rank, token, head]`` the first slot in which an input can be used."""
+        """Return as ``[rank, token, head]`` the first slot in which an input of this kind can be used.
+
+        It is ``NEVER`` on ranks that never have the input.
+        """
         found = np.full((self.plan.ranks, len(self.owner), heads), NEVER, np.int64)
         if not self.plan.placement.assemble_own:
             found[self.owner, np.arange(len(self.owner))] = self.program.own_stage
@@ -158,7 +165,11 @@ class _Pass:
         return found
 
     def _work(self, q: Ints, kv: Ints) -> tuple[Words64, Ints, Words64, Ints]:
-        """Return what ranks compute for rows and for keys, each with the slot in which it is complete."""
+        """Return what ranks compute: (numbers of rows, slots of rows, numbers of keys, slots of keys).
+
+        A slot is the one in which the number is complete, -1 where nothing is computed. ``q`` and ``kv`` are the
+        arrivals.
+        """
         row_words, row_slot = np.zeros(q.shape, np.uint64), np.full(q.shape, -1, np.int64)
         key_words, key_slot = np.zeros(kv.shape, np.uint64), np.full(kv.shape, -1, np.int64)
         starts = self.plan.batch.starts
@@ -179,7 +190,11 @@ class _Pass:
         return row_words, row_slot, key_words, key_slot
 
     def _home(self, kind: int, words: Words64, slot: Ints, expected: Words64) -> None:
-        """Let results travel; at the end every result must be complete on its owner, and none left on another rank."""
+        """Let results travel; at the end every result must be complete on its owner, and none left on another rank.
+
+        ``words`` are the ranks' numbers and ``slot`` the slots in which they are complete; ``expected`` are the right
+        sums.
+        """
         tokens_of_all = np.arange(len(self.owner))
         came = np.full(slot.shape, -1, np.int64)
         home = np.zeros_like(expected)

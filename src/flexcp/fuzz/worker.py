@@ -1,4 +1,4 @@
-"""A worker: a process of a campaign that judges cases by their numbers and shrinks the failing ones.
+"""A worker: a process of a campaign that is sent case numbers, draws and checks these cases, and shrinks failing ones.
 
 A worker leads its own process group, which includes the ranks it starts, so that a campaign can stop all of them
 whatever they are doing. On SIGTERM it closes its ranks and exits.
@@ -26,6 +26,7 @@ from flexcp.measure.ranks import RankError, RankPool
 from flexcp.measure.warmup import warm
 
 SHRINKING_SECONDS = 60.0
+"""The most seconds in which a failing case is made smaller."""
 NO_RANKS = (RankError, OSError)
 """Exceptions of a pool of ranks that does not start; anything else that a case raises is its outcome."""
 PATIENCE = 300.0
@@ -38,10 +39,11 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """The cases of a campaign. Case ``n``, and whether it runs on real ranks, depends on the seed and its number alone.
+    """The cases of a campaign; a case, and whether it runs on real ranks, depends on the seed and its number alone.
 
-    ``share`` is the share of cases on real ranks, ``folder`` the place for files of failing cases. ``prepare`` is
-    called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by name.
+    ``share`` is the share of cases on real ranks, from 0 to 1, ``folder`` the place for files of failing cases.
+    ``prepare`` is called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by
+    name.
     """
 
     seed: int
@@ -52,11 +54,11 @@ class Task:
     prepare_ranks: Callable[[RankPool], object] = _nothing
 
     def on_ranks(self, number: int) -> bool:
-        """Return whether a case runs on real ranks."""
+        """Return whether the case with this number runs on real ranks."""
         return int((number + 1) * self.share) > int(number * self.share)
 
     def case(self, number: int) -> Case:
-        """Return the case of a number, the same every time."""
+        """Draw the case with this number, the same every time."""
         return draw(self.seed, number, self.most_ranks if self.on_ranks(number) else None)
 
     def failed(self, number: int, case: Case, outcome: Outcome) -> Failure:
@@ -68,7 +70,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Judged:
-    """The outcome of a case. A failed case is reported twice: as it was drawn (not ``final``), and after shrinking."""
+    """The outcome of a case, as a worker reports it.
+
+    A failed case is reported twice: as it was drawn (not ``final``), and after shrinking. ``seconds`` is the time since
+    the case was drawn.
+    """
 
     number: int
     outcome: Outcome
@@ -78,9 +84,7 @@ class Judged:
 
 
 def serve(task: Task, pipe: Connection) -> None:
-    """Judge the case numbers that come through the pipe until it closes or sends None;
-    the main function of a worker.
-    """
+    """Judge the case numbers that come through the pipe until it closes or sends None; a worker's main function."""
     os.setsid()
     signal.signal(signal.SIGTERM, _leave)
     import torch
@@ -106,7 +110,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def judge_number(task: Task, number: int, ranks: _Ranks, tell: Callable[[Judged], None]) -> None:
-    """Judge one case and pass the outcome to ``tell``."""
+    """Draw and judge one case, and pass the outcome to ``tell``.
+
+    A failed case is told twice, before and after shrinking.
+    """
     since, case = time.monotonic(), task.case(number)
     extras = Extras(number % 4 == 0, number % 7 == 0, number % 9 == 0)
     try:
@@ -142,7 +149,10 @@ def _made_small(task: Task, number: int, case: Case, outcome: Outcome, extras: E
 
 
 class _Ranks:
-    """A pool of ranks, started when it is first needed and again after it has stopped."""
+    """A pool of ``size`` ranks, started when it is first needed and again after it has stopped.
+
+    ``started`` is called with every newly started pool.
+    """
 
     def __init__(self, size: int, started: Callable[[RankPool], object]) -> None:
         self._pool: RankPool | None = None

@@ -27,12 +27,12 @@ def advice_words(advice: Advice) -> Paragraphs:
 
 
 def gain_words(advice: Advice, answer: Answer) -> str:
-    """Return the gain of an answer and what it is relative to, in words."""
+    """Return the gain of an answer and what it is relative to, such as "1.35 times the speed of ring"."""
     return f"{advice.gain(answer):.2f} times the speed of {advice.static.name}"
 
 
 def how_sure(advice: Advice) -> str:
-    """Return a sentence on the known error of such predictions."""
+    """Return sentences that say that nothing was measured, and how far such predictions were off."""
     return f"Nothing of this was measured. {in_a_sentence(sure_words(advice.question.cost))}"
 
 

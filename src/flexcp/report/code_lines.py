@@ -1,8 +1,8 @@
 """Code to copy: the lines that turn flexcp on in each framework, with the user's own numbers filled in.
 
-A planner made by these lines plans what was simulated: it has the same heads, cluster, step, cost model and cap, and
-its batches have the same masks with the same layers. Where a framework already knows some of these, its own ``planner``
-function reads them from there.
+A planner made by these lines plans what was simulated: it has the same heads, cluster, training step, cost model and
+cap of tokens per rank, and its batches have the same masks with the same layers. Where a framework already knows some
+of these, its own ``planner`` function reads them from there.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Lines:
     """The numbers that are filled into the lines; ``swap`` keeps tokens where a contiguous split has them.
 
     ``training`` is the step that was simulated, ``cluster`` the ranks left to context parallelism after tensor
-    parallelism, ``cost_file`` the calibration that was used, if any.
+    parallelism, ``cost_file`` the calibration that was used, if any. ``masks`` maps the name of a mask to (mask, number
+    of layers).
 
     ``step_tokens`` are the tokens of a training step, which takes ``micro_batches`` passes; ``longest`` is the length
     of the longest document, which has to fit into a batch.
@@ -133,12 +134,12 @@ class Lines:
 
     @property
     def budget(self) -> int:
-        """Tokens of one pass."""
+        """Tokens of one batch: those of a step divided by its passes, but at least those of the longest document."""
         return max(-(-self.step_tokens // self.micro_batches), self.longest)
 
     @property
     def why_budget(self) -> str:
-        """Comment for the code that says how the budget was found."""
+        """Comment for the code that says how :attr:`budget` was found."""
         ranks, room = self.cluster.ranks, batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
         if self.budget == self.longest:
             return "tokens of a batch, those of your longest document"
@@ -159,7 +160,7 @@ def check_framework(framework: str) -> None:
 
 
 def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
-    """Return the title and the code of one framework."""
+    """Return the title and the code of one framework; raise ValueError if it is unknown."""
     check_framework(framework)
     title, text = FRAMEWORKS[framework]
     if framework == "pytorch" and lines.swap:
@@ -207,9 +208,7 @@ def _calibration(file: Path | None) -> str:
 
 
 def _training(training: Training) -> str:
-    """Return the call that makes the training step: the model of one rank, its gradient sync,
-    and the tensor-parallel size.
-    """
+    """Return the call that makes the training step: model of one rank, gradient sync, and tensor-parallel size."""
     preset = training.model
     model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))
     sizes = ", ".join(repr(size) for size in astuple(preset.shape))
@@ -237,6 +236,6 @@ def _masks(masks: Mapping[str, tuple[Mask, int]]) -> str:
 
 
 def _call(mask: Mask) -> str:
-    """The Python call that makes a named mask."""
+    """Return the Python call that makes a named mask, such as ``flexcp.window(1023, 0)``."""
     kind = named_mask(mask.name)
     return f"{public_name(kind.make)}({', '.join(map(repr, kind.arguments(mask.params)))})"

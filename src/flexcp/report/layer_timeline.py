@@ -1,5 +1,4 @@
-"""The timeline of one layer of a plan: attention of its first mask and everything else in the layer,
-forward and then backward.
+"""The timeline of one layer of a plan, forward and then backward: attention of the first mask, and the rest.
 
 Attention is simulated event by event. The rest of the layer takes the cost model's time for a rank's tokens, one third
 of it in the forward. Each rank goes on as soon as it can, so the layer takes as long as its slowest rank, and the
@@ -32,7 +31,7 @@ class LayerTimeline(NamedTuple):
 
 
 def layer_timeline(plan: Plan) -> LayerTimeline:
-    """Simulate one layer of the plan."""
+    """Simulate one layer of the plan, forward and backward, and return its timeline."""
     return LayerTimeline(list(_bars(plan)), SAYS)
 
 

@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 Cell = str | int | float
+"""A cell of a table: numbers are aligned right and sorted as numbers."""
 
 
 def paragraphs(texts: Sequence[str]) -> str:
@@ -26,6 +27,7 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> str:
     """Return a table that scrolls inside itself and sorts on a click on a header.
+
     Numbers are aligned right and sorted as numbers.
     """
     head = "".join(
@@ -47,12 +49,12 @@ def _cell(value: Cell) -> str:
 
 
 def folded(summary: str, inside: str) -> str:
-    """Return an element that shows its content when it is unfolded."""
+    """Return an element that shows only ``summary`` until it is unfolded; ``inside`` is HTML."""
     return f"<details><summary>{escape(summary)}</summary>{inside}</details>"
 
 
 def choice(name: str, label: str, options: Sequence[tuple[Any, str]]) -> str:
-    """Return a labelled drop-down list with (value, text) options for a figure."""
+    """Return a labelled drop-down list with (value, text) options for a figure; scripts find it by ``name``."""
     items = "".join(f'<option value="{escape(str(v), quote=True)}">{escape(t)}</option>' for v, t in options)
     return f'<label>{escape(label)} <select data-choice="{escape(name, quote=True)}">{items}</select></label>'
 
@@ -69,10 +71,11 @@ def figure(
     zoom: bool = True,
     half: bool = False,
 ) -> str:
-    """Return a canvas that the script ``picture`` draws.
+    """Return a figure with a canvas that the script named ``picture`` draws, from the data of section ``section``.
 
-    ``says`` describes the picture in words, ``behind`` is a table of the same data, and two ``half`` figures stand side
-    by side.
+    ``section`` is the section's number on the page. ``says`` describes the picture in words, for screen readers.
+    ``behind`` is the HTML below it (a table of the same data), ``tools`` that of its controls. ``zoom`` adds buttons
+    for zooming. Two ``half`` figures stand side by side.
     """
     buttons = "".join(
         f'<button type="button" data-zoom="{way}" aria-label="{name}: {escape(title, quote=True)}">{sign}</button>'

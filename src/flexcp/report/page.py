@@ -1,5 +1,6 @@
-"""A report as one HTML file that needs nothing else: scripts, styles and numbers are inside,
-and its security policy forbids the network.
+"""A report as one HTML file that needs nothing else.
+
+Scripts, styles and numbers are inside, and its security policy forbids the network.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ KEYS = (
 
 
 def write_report(path: str | Path, sections: Sequence[Section], title: str, subtitle: str = "") -> int:
-    """Write the sections as one page, completely or not at all, and return the size of the file in bytes."""
+    """Write the sections as one page, completely or not at all, and return the size of the file in bytes.
+
+    Raises ValueError if the file cannot be written or there are no sections.
+    """
     text = page(sections, title, subtitle).encode()
     target = Path(path)
     try:
@@ -44,7 +48,7 @@ def write_report(path: str | Path, sections: Sequence[Section], title: str, subt
 
 
 def page(sections: Sequence[Section], title: str, subtitle: str = "") -> str:
-    """Return the HTML of a page."""
+    """Return the HTML of a page with these sections; raise ValueError if there are none."""
     if not sections:
         raise ValueError("a report needs at least one section")
     links = "".join(f'<li><a href="#s{i}">{escape(s.title)}</a></li>' for i, s in enumerate(sections))

@@ -3,7 +3,7 @@
 A plan can have many cuts (zig-zag over 64 ranks cuts every document into 128 parts), and a page should stay under 3 MB.
 The longest documents are therefore given exactly until a budget of rows is spent, which covers all documents of most
 plans. For the others the page has only place and length, and says so. Bytes are listed for pairs of ranks, or for pairs
-of nodes if there are too many ranks.
+of nodes if too many pairs of ranks exchange something.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flexcp.report.plan_time import PlanTime
 
 Ints = NDArray[np.int64]
 MOST_ROWS = 8_000
-"""The most runs, and the most regions of one mask, that a page holds."""
+"""The most runs (ranges of tokens kept by a rank), and the most regions of one mask, that a page holds."""
 MOST_PAIRS = 20_000
 """The most pairs of ranks with traffic, for one mask and direction, that a page lists."""
 
 
 def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
-    """Return the numbers that a page draws for one plan."""
+    """Return the numbers that a page draws for one plan, as JSON values; ``time`` are the times that it shows."""
     batch, placement = plan.batch, plan.placement
     drawn = drawn_documents(plan)
     whole = len(drawn) == batch.documents
@@ -61,7 +61,7 @@ def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
 
 
 def drawn_documents(plan: Plan) -> Ints:
-    """Return the documents that are given exactly: the longest ones within the budget of rows, at least one."""
+    """Return the documents that are drawn exactly, ascending: the longest ones within ``MOST_ROWS``, at least one."""
     batch, placement = plan.batch, plan.placement
     documents, count = batch.split_by_document(placement.runs.start, placement.runs.stop)[1], batch.documents
     rows = np.maximum.reduce(
@@ -73,8 +73,9 @@ def drawn_documents(plan: Plan) -> Ints:
 
 
 def traffic(plan: Plan, mask: int, backward: bool) -> dict[str, Any]:
-    """Return the bytes of one layer as columns source, target and bytes,
-    between ranks or between nodes (see ``unit``).
+    """Return the bytes of one layer as columns ``source``, ``target`` and ``bytes``, between ranks or nodes (``unit``).
+
+    ``mask`` is the mask's index in the plan. Nodes replace ranks if there are more than ``MOST_PAIRS`` pairs of ranks.
     """
     matrix = plan.bytes(backward, mask)
     unit = "rank"

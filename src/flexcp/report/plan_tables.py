@@ -1,6 +1,4 @@
-"""A plan as a section of a report: its batch, which rank keeps and computes what, where the time goes,
-and what moves between which ranks.
-"""
+"""A plan as a section of a report: its batch, who keeps and computes what, where the time goes, and what moves."""
 
 from __future__ import annotations
 
@@ -25,6 +23,7 @@ from flexcp.schedule.predict import predict
 MOST_DOCUMENTS = 200
 """The most documents in a drop-down list or a table; the longest are taken."""
 MOST_TRANSFERS = 500
+"""The most pairs of ranks in the table of bytes; those with the most bytes are taken."""
 
 
 def plan_section(
@@ -32,8 +31,8 @@ def plan_section(
 ) -> Section:
     """Return a section that shows everything about a plan.
 
-    ``bars`` are its timeline and ``timed`` the caption of that; ``time`` is the simulated time of all layers by
-    default.
+    ``bars`` are the bars of its timeline, which is left out without any, and ``timed`` is the caption of the timeline.
+    ``time`` is where the time goes; by default all layers of the plan are simulated.
     """
     time = time or PlanTime.of_plan(plan)
     bound = time.perfect_ns(plan)
@@ -77,7 +76,7 @@ def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
 
 
 def _predicted_ns(plan: Plan) -> int:
-    """Return the closed form's time of all layers, without vocabulary and gradient sync."""
+    """Return the time of all layers by the formula that planners use, without vocabulary and gradient sync."""
     return predict(plan.placement, plan.shape, plan.cluster, plan.cost).total_ns
 
 

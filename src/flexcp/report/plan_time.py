@@ -1,7 +1,7 @@
 """Where the simulated time of a plan goes, for the pictures and figures of a report.
 
-The panel of a plan is given the times that stand elsewhere on the page, so that both agree. The closed form's time, by
-which planners compare placements, is shown beside them under its own name.
+A page that shows a plan beside other results passes their times in, so that both agree. The time that planners compare
+placements by (a closed form, not simulated) is shown beside it under its own name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PlanTime:
-    """Simulated nanoseconds of a plan: in total, and for each rank in attention, in waiting,
-    and in everything else (other layers, gradient sync).
+    """Simulated nanoseconds of a plan: in total, and for each rank by what it does.
 
-    ``what`` names the thing that takes this time; ``says`` is a sentence to print above the numbers, if any.
-    ``head_flops`` are a token's FLOPs in the projection to the vocabulary, if the total includes them.
+    A rank computes attention (``attention_ns``), waits (``exposed_ns``), or does everything else (``linear_ns``: other
+    layers, gradient sync). ``what`` names the thing that takes this time; ``says`` is a sentence to print above the
+    numbers, if any. ``head_flops`` are a token's FLOPs in the projection to the vocabulary, if the total includes them.
     """
 
     total_ns: int
@@ -47,7 +47,7 @@ class PlanTime:
     def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
         """Take the times of a simulated step.
 
-        Exposed gradient sync counts as other layers, and a rank that is done waits for the slowest.
+        Gradient sync that nothing hides counts as other layers, and a rank that is done waits for the slowest.
         """
         attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
         waits = np.maximum(step.total_ns - attention - linear, 0)
@@ -65,14 +65,14 @@ class PlanTime:
         return cls(found.attention_ns, attention, waits, 0 * attention, "attention")
 
     def perfect_ns(self, plan: Plan) -> int:
-        """Return the time with all compute divided perfectly over the ranks and no waiting."""
+        """Return the nanoseconds with all compute divided perfectly over the ranks and no waiting."""
         if self.what == "attention":
             return int(self.attention_ns.sum()) // plan.ranks
         return lower_bound(plan.batch, plan.shape, plan.cluster, plan.cost, self.head_flops)
 
     @property
     def rank_ns(self) -> Ints:
-        """Time of each rank, waiting included."""
+        """Nanoseconds of each rank, waiting included."""
         return self.attention_ns + self.exposed_ns + self.linear_ns
 
     @property

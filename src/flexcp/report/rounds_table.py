@@ -1,5 +1,6 @@
-"""The rounds of a plan as text and as numbers: how many each stage and level has,
-and how their time compares with that of the busiest port.
+"""The rounds of a plan as text and as numbers, and how their time compares with that of the busiest port.
+
+A round is a set of transfers in which every rank sends to at most one peer and receives from at most one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from flexcp.io.sizes import size
 from flexcp.plan.plan import Plan
 
 SHOWN = 12
+"""The most lines of the text for each direction."""
 LEVELS = ("inside nodes", "across nodes")
 
 
 def rounds_columns(plan: Plan, backward: bool) -> dict[str, list[Any]]:
     """Return the rounds of the first mask as columns with one entry per exchange.
 
-    The columns are stage, level (1: across nodes), number of rounds, and the rounds' time over the busiest port's.
+    An exchange is all messages of a stage on one level. The columns are the stage, the level (0: inside nodes, 1:
+    across nodes), the number of rounds, and ``efficiency``, the time of the rounds divided by that of the busiest port:
+    1 is best.
     """
     exchanges = plan.rounds(0, backward).exchanges
     return {
@@ -28,8 +32,9 @@ def rounds_columns(plan: Plan, backward: bool) -> dict[str, list[Any]]:
 
 
 def rounds_table(plan: Plan) -> str:
-    """Return the rounds of the first mask as text, a line for each stage and level;
-    of many only the largest are shown.
+    """Return the rounds of the first mask as text, with a line for each stage and level.
+
+    Only the ``SHOWN`` with the busiest ports are shown for each direction.
     """
     lines = ["stage   level          direction   rounds   busiest port   rounds / port"]
     for backward, direction in enumerate(("forward", "backward")):

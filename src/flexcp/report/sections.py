@@ -1,5 +1,4 @@
-"""The sections a report is made of: a title, words and tables as HTML,
-and the numbers that the section's pictures draw.
+"""The sections of a report: a title, words and tables as HTML, and the numbers that the section's pictures draw.
 
 Sections of any content are made here: words (:func:`words_section`), code to copy (:func:`code_section`), a table
 (:func:`table_section`), lines over steps (:func:`lines_section`). Sections with columns of their own have their own
@@ -21,7 +20,7 @@ class Section:
     """One section of a page.
 
     ``body(number)`` returns the HTML below the title, for the section's number on the page; ``data`` is what its
-    pictures draw, as JSON.
+    pictures draw, as JSON values.
     """
 
     title: str
@@ -43,7 +42,7 @@ KEYS = '<p class="tools">{}</p>'.format(
 
 
 def words_section(title: str, texts: Sequence[str], figures: Sequence[tuple[str, str]] = ()) -> Section:
-    """Return a section of paragraphs, with key figures below them."""
+    """Return a section of paragraphs, with key figures, (name, value) pairs, below them."""
     return Section(title, lambda _: paragraphs(texts) + (tiles(figures) if figures else ""), {})
 
 
@@ -65,7 +64,11 @@ def table_section(
 def lines_section(
     title: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], says: str, unit: str = "step"
 ) -> Section:
-    """Return a section with a line chart over steps, one line for each name of ``series``."""
+    """Return a section with a line chart, one line for each name of ``series``, and its table.
+
+    ``steps`` are the values of the horizontal axis, which is called ``unit``; ``says`` is the caption. Raises
+    ValueError if a line does not have a value for each step.
+    """
     for name, values in series.items():
         if len(values) != len(steps):
             raise ValueError(f"line {name!r} has {len(values)} values for {len(steps)} steps")

@@ -14,7 +14,11 @@ from flexcp.report.sections import KEYS, Section
 
 @dataclass(frozen=True)
 class StrategyTime:
-    """Predicted nanoseconds of a strategy's step on its slowest rank; ``mark`` is a remark shown in the table."""
+    """Predicted nanoseconds of a strategy's step on its slowest rank; ``mark`` is a remark shown in the table.
+
+    ``exposed_ns`` is time spent waiting, ``linear_ns`` everything but attention and waiting, and ``bytes`` are those
+    that a layer moves. ``compute_imbalance`` is the most work of a rank divided by the mean.
+    """
 
     name: str
     attention_ns: int
@@ -32,7 +36,7 @@ class StrategyTime:
 def strategies_section(
     strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side", of: str = "step"
 ) -> Section:
-    """Return a section with the predicted times of strategies, the fastest first.
+    """Return a section with the predicted times of strategies, the fastest first; ``says`` is its caption.
 
     ``of`` names what the times are of: a step, a pass, attention.
     """

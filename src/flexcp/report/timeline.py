@@ -1,7 +1,7 @@
 """The timeline of a report: what every rank does when, as bars.
 
 Bars come from the event simulator, or from anything else with a rank, track, name, begin and end. There are many
-transfers: to keep a page small, transfers of a rank on one track that are less than a two-thousandth of the whole time
+transfers. To keep a page small, transfers of a rank on one track that are less than a two-thousandth of the whole time
 apart are drawn as one bar (more coarsely if there are still too many), so zooming in shows no finer grain.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from flexcp.report.markup import Cell, figure, folded, table
 
 MOST_BARS = 12_000
+"""If there are more bars, transfers are merged more coarsely."""
 TRACKS: dict[str, tuple[str, str, int]] = {
     "compute": ("computes attention", "attention", 0),
     "other": ("computes other layers", "linear", 0),
@@ -49,7 +50,10 @@ class _Merged(NamedTuple):
 
 
 def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
-    """Return bars as columns, with each text listed once and transfers merged as far as needed."""
+    """Return bars as columns for a page, with each text listed once and transfers merged as far as needed.
+
+    Raises ValueError for a track that :data:`TRACKS` does not have.
+    """
     found = [_Merged(b.rank, b.track, b.name, b.begin, b.end) for b in bars if b.end > b.begin]
     unknown = {b.track for b in found} - TRACKS.keys()
     if unknown:
@@ -78,8 +82,9 @@ def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
 
 
 def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
-    """Join transfers of a rank on a track that lie within ``gap`` nanoseconds;
-    the joint bar's name is what theirs share.
+    """Join transfers of a rank on a track that lie within ``gap`` nanoseconds of each other.
+
+    The joint bar's name is what their names share.
     """
     found: list[_Merged] = []
     for bar in sorted(bars, key=lambda b: (b.rank, b.track, b.begin)):
@@ -94,7 +99,10 @@ def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
 
 
 def _common(one: str, other: str) -> str:
-    """Return the common beginning of two comma-separated names, and "several" for the rest."""
+    """Return the common beginning of two comma-separated names, and "several" for the rest.
+
+    ``a, b`` and ``a, c`` give ``a, several``.
+    """
     shared = []
     for a, b in zip(one.split(", "), other.split(", "), strict=False):
         if a != b:
@@ -104,7 +112,10 @@ def _common(one: str, other: str) -> str:
 
 
 def timeline_figure(number: int, data: dict[str, Any], ranks: int, caption: str) -> str:
-    """Return the figure of a timeline, with a table of every rank's time on each track."""
+    """Return the figure of a timeline, with a table of every rank's time on each track.
+
+    ``number`` is the number of the section on the page, ``data`` the result of :func:`timeline_data`.
+    """
     spent = [[0] * len(TRACKS) for _ in range(ranks)]
     spans = data["spans"]
     for rank, lane, start, stop in zip(spans["rank"], spans["lane"], spans["start"], spans["stop"], strict=True):

@@ -13,7 +13,7 @@ from flexcp.report.sections import Section, lines_section, table_section, words_
 
 
 class TrainedStep(Protocol):
-    """The numbers of one step that the tables show; the step reports of ``flexcp train`` have them."""
+    """The numbers of one step that the tables show; :class:`flexcp.train.loop.StepReport` has them."""
 
     @property
     def step(self) -> int: ...
@@ -52,7 +52,7 @@ COLUMNS: dict[str, Callable[[TrainedStep], Cell]] = {
 
 
 def training_sections(steps: Sequence[TrainedStep]) -> list[Section]:
-    """Return the sections that show a training run."""
+    """Return the sections that show a training run of at least one step."""
     numbers = [s.step for s in steps]
     seconds = sum(s.measured_ms for s in steps) / 1000
     figures = [

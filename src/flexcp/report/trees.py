@@ -1,8 +1,9 @@
 """Pictures of the trees in a plan's batch: segments by depth and sequence, in the colours of the ranks that keep them.
 
-A segment is a bar from the depth of its first token to that of its last. Its height is the number of leaves below it,
-one lane each. A prompt is therefore one tall bar, and the segments that attend to it stand to its right. Trees with too
-many segments are not drawn; the caption counts them.
+A tree is a document whose sequences share prefixes; a segment is a stretch of tokens without a branch. A segment is a
+bar from the depth of its first token to that of its last. Its height is the number of leaves below it, one lane each. A
+prompt is therefore one tall bar, and the segments that attend to it stand to its right. Trees with too many segments
+are not drawn; the caption counts them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flexcp.report.markup import choice, figure, folded, table
 MOST_SEGMENTS = 4_000
 """The most segments that a page draws, of all trees together; trees with the most tokens come first."""
 MOST_ROWS = 500
+"""The most segments in the table below the picture."""
 
 
 def drawn_trees(plan: Plan) -> dict[int, Tree]:
@@ -34,9 +36,10 @@ def drawn_trees(plan: Plan) -> dict[int, Tree]:
 
 
 def tree_data(plan: Plan) -> list[dict[str, Any]]:
-    """Return for each tree its segments as columns, and which parts of them ranks keep.
+    """Return for each drawn tree its segments as columns, and which parts of them ranks keep.
 
-    The columns of ``kept`` are segment, rank, and the first token and the end of the part inside the segment.
+    The columns of ``kept`` are segment, rank, and the first token and the last token + 1 of the part inside the
+    segment.
     """
     runs = plan.placement.runs
     order = np.argsort(runs.start, kind="stable")

@@ -5,7 +5,8 @@
      steps: [{number, hash, strategy, ranks, rank, tokens, lengths, planning_wait_ms, error, plan: wire bytes in base64,
               passes: [{pass, number, reached, error, wait_ms, pack_ms, compute_ms}, ...]}, ...]}
 
-``flexcp verify @file`` (or ``@folder``, for the dumps of all ranks) replays the plans.
+A pass is one direction of one attention layer. ``flexcp verify @file`` (or ``@folder``, for the dumps of all ranks)
+replays the plans.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flexcp.telemetry.records import PassRecord, StepRecord
 
 FORMAT, VERSION = "flexcp dump", 1
 LAST_PASSES = 32
-"""How many of the last passes of a step are written: a hang or an error is in the last ones."""
+"""How many of the last passes (one direction of one layer each) of a step are written; errors are in the last ones."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class DumpedStep:
 
 @dataclass(frozen=True)
 class Dump:
-    """The dump of one rank: why it was written, and the last steps of the rank."""
+    """The dump of one rank: why it was written, and the last steps of the rank.
+
+    ``reason`` is a word (``error``, ``stall``, ``nan``, ``mismatch``, or the user's own), and ``message`` has the
+    details.
+    """
 
     path: Path
     reason: str
@@ -64,7 +69,10 @@ def write_dump(
     global_rank: int,
     threads: dict[str, list[str]] | None = None,
 ) -> Path:
-    """Write a dump into ``folder``, completely or not at all, and return its path."""
+    """Write a dump into ``folder``, completely or not at all, and return its path.
+
+    ``threads`` are stack traces as lines of text, by thread. ``reason`` and ``message`` say why the dump is written.
+    """
     import torch
 
     from flexcp.version import __version__
@@ -127,7 +135,10 @@ def _pass(p: PassRecord) -> dict[str, Any]:
 
 
 def find_dumps(path: Path) -> list[Path]:
-    """Return the path of a dump, or the paths of all dumps if ``path`` is a folder."""
+    """Return the path of a dump, or the sorted paths of all dumps if ``path`` is a folder.
+
+    Raises ValueError if there is none.
+    """
     if path.is_dir():
         found = sorted(path.glob("flexcp-dump-*.json"))
         if not found:
@@ -156,14 +167,18 @@ def read_dump(path: Path) -> Dump:
 
 
 def _integer(value: Any) -> int:
-    """Return an integer from a dump, or raise TypeError if it is none."""
+    """Return ``value`` if it is an int, else raise TypeError."""
     if type(value) is not int:
         raise TypeError(f"{shown(value)} is no whole number")
     return value
 
 
 def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
-    """Read a step of a dump with its plan, or raise if the plan is not the one that the dump names."""
+    """Read a step of a dump with its plan.
+
+    Raises ValueError if the plan is unreadable or not the one that the dump names; missing or wrong entries raise
+    KeyError, TypeError or AttributeError.
+    """
     number = _integer(step["number"])
     try:
         plan = load_plan(base64.b64decode(step["plan"], validate=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A result with NaN or Inf: the attention call, and the tensors of this rank that contain some."""
+    """A result with NaN or Inf: the attention call, in words, and the names of this rank's tensors that have some."""
 
     call: str
     tensors: tuple[str, ...]
@@ -35,7 +35,7 @@ class FiniteWatch:
         self._waiting: deque[tuple[str, tuple[str, ...], Tensor, torch.cuda.Event | None]] = deque()
 
     def look(self, call: str, tensors: dict[str, Tensor]) -> None:
-        """Compute the largest magnitude of each tensor of a call. Do not pass LSEs: -inf is valid there."""
+        """Start to compute the largest magnitude of each tensor of a call; do not pass LSEs, in which -inf is valid."""
         sizes = [
             torch.linalg.vector_norm(x, float("inf"), dtype=_wide(x)) if x.numel() else x.new_zeros((), dtype=_wide(x))
             for x in tensors.values()
@@ -50,7 +50,10 @@ class FiniteWatch:
         self._waiting.append((call, tuple(tensors), largest, event))
 
     def found(self) -> NotFinite | None:
-        """Return the first result with NaN or Inf in ``out`` among those known by now, or None."""
+        """Return the next result with NaN or Inf in the tensor ``out``, among those known by now, or None.
+
+        Each result is reported once.
+        """
         while self._waiting and (self._waiting[0][3] is None or self._waiting[0][3].query()):
             call, names, largest, _ = self._waiting.popleft()
             bad = tuple(n for n, x in zip(names, largest.tolist(), strict=True) if not isfinite(x))

@@ -1,9 +1,9 @@
 """Gather on rank 0: send facts from all ranks to rank 0 through the group's store, and measure clock offsets.
 
-The device is not used. The clock of a rank has an arbitrary origin. So each rank asks rank 0 for its time several
-times. The answer of the shortest round trip is wrong by at most half of that trip, and this bound is kept with the
-offset. Clocks of different machines also drift by some microseconds per second, so offsets are measured each time they
-are needed.
+The device is not used. The clock of a rank (``perf_counter_ns``) has an arbitrary origin. So each rank asks rank 0 for
+its time several times. The answer of the shortest round trip is wrong by at most half of that trip, and this bound is
+kept with the offset. Clocks of different machines also drift by some microseconds per second, so offsets are measured
+each time they are needed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ QUESTIONS = 5
 def gather_on_rank_0(
     facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta
 ) -> list[dict[str, Any]] | None:
-    """Return the facts of every rank on rank 0, and None on other ranks. All ranks of ``group`` must call this.
+    """Return the facts of every rank, in rank order, on rank 0, and None on other ranks.
 
-    Each rank's facts get ``offset_ns``, which added to its clock gives the clock of rank 0, and ``offset_error_ns``.
+    ``facts`` must be JSON values. All ranks of ``group`` must call this; RuntimeError is raised if one does not within
+    ``timeout``. Each rank's facts get ``offset_ns``, which added to its clock (``perf_counter_ns``) gives the clock of
+    rank 0, and ``offset_error_ns``, the largest error of the offset.
     """
     return through_store(timeout, lambda: _gathered(facts, group, timeout))
 
 
 def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
-    """Do the work of :func:`gather_on_rank_0`, with all calls to the store."""
+    """Do what :func:`gather_on_rank_0` does, in the thread that uses the store."""
     store, rank, size = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
     key = f"flexcp/meeting/{store.add(f'flexcp/meetings/{rank}', 1)}"
     deadline, other = time.monotonic() + timeout.total_seconds(), 0
@@ -61,12 +63,16 @@ def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelt
 
 
 def _left(deadline: float) -> timedelta:
-    """Return the time until the deadline, but never 0, for which the store would use its own default timeout."""
+    """Return the time until the deadline, but at least 10 ms: for 0 the store would use its own default timeout."""
     return timedelta(seconds=max(0.01, deadline - time.monotonic()))
 
 
 def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
-    """Ask rank 0 for its time; return (offset to rank 0's clock, largest error of it) in nanoseconds."""
+    """Ask rank 0 for its time; return (offset to rank 0's clock, largest error of it) in nanoseconds.
+
+    ``key`` is the prefix of the store's keys that this rank and rank 0 use, ``deadline`` a time of
+    ``time.monotonic()``.
+    """
     found = []
     for i in range(QUESTIONS):
         asked = perf_counter_ns()
@@ -81,7 +87,7 @@ def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
 
 
 def _answer(store: Store, key: str, deadline: float) -> None:
-    """Answer the questions of one rank with the time of rank 0."""
+    """Answer, on rank 0, the questions of one rank with the time of rank 0's clock."""
     for i in range(QUESTIONS):
         store.wait([f"{key}/ask/{i}"], _left(deadline))
         store.set(f"{key}/answer/{i}", str(perf_counter_ns()))

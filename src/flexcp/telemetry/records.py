@@ -1,9 +1,10 @@
 """Records: what telemetry remembers of a step and of each of its passes.
 
-A record holds a few numbers per slot, and at most ``PASSES`` passes per step. A pass has a time stamp at its beginning,
-three in every slot (transfers taken in, next transfers posted, work done) and one at its end. So the number of stamps
-says where the pass is, and the gaps between them say how long it waited, packed and computed. A rank without transfers
-has one slot, and only the first and the last stamp.
+A pass is one direction of one attention layer. It runs in slots: each waits for transfers, posts later ones and
+computes. A record holds a few numbers per slot, and at most ``PASSES`` passes per step. A pass has a time stamp at its
+beginning, three in every slot (transfers arrived, later transfers posted, work done) and one at its end. So the number
+of stamps says where the pass is, and the gaps between them say how long it waited, packed and computed. A pass that is
+a single kernel launch has only the first and the last stamp.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class Times(NamedTuple):
 
 @dataclass(eq=False)
 class PassRecord:
-    """One pass: its mask, direction and number, its stamps so far, and the error that ended it."""
+    """One pass (one direction of one attention layer): its stamps so far, and the error that ended it.
+
+    ``mask`` is the mask's name and ``slots`` the number of slots. ``stamp`` takes a time stamp, and ``on_error`` is
+    called with this record and the error. ``done`` says that the host has queued the whole pass; ``error`` is empty
+    without one.
+    """
 
     mask: str
     backward: bool
@@ -58,12 +64,12 @@ class PassRecord:
     error: str = ""
 
     def mark(self) -> None:
-        """Take a stamp."""
+        """Take a time stamp; see the module for when a pass does."""
         self.stamps.append(self.stamp())
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run a pass inside this context: take its first and last stamp, and note its error."""
+        """Run a pass inside this context: take its first and last stamp, and record its error."""
         self.mark()
         try:
             yield
@@ -83,14 +89,17 @@ class PassRecord:
         return self.done and passed(self.stamps) == len(self.stamps)
 
     def spans(self) -> list[tuple[int, str]]:
-        """Return (slot, activity) of each gap between stamps; an activity is one of ``IN_SLOT``."""
+        """Return (slot, activity) of each gap between the stamps of a complete pass.
+
+        An activity is one of ``IN_SLOT``.
+        """
         if self.done and len(self.stamps) == 2:
             return [(0, "compute")]
         found = [(slot, what) for slot in range(self.slots) for what in IN_SLOT]
         return [*found, (self.slots - 1, "wait")]
 
     def times(self) -> Times:
-        """Return the times of the pass, summed over the stamps that the device has reached."""
+        """Return the times of the pass, summed over the gaps between stamps that the device has reached."""
         totals = dict.fromkeys(IN_SLOT, 0)
         for (_, what), gap in zip(self.spans(), gaps(self.stamps[: passed(self.stamps)]), strict=False):
             totals[what] += gap
@@ -113,7 +122,12 @@ class PassRecord:
 
 @dataclass(eq=False)
 class StepRecord:
-    """One step: its plan, the nanoseconds that the loop waited for the plan, and its last passes."""
+    """One step: its plan and its last passes.
+
+    ``number`` counts the steps of this telemetry from 0. ``planning_wait`` is how many nanoseconds the training loop
+    waited for the plan. ``error`` is the error of binding the plan, empty if there was none, and ``count`` the number
+    of passes so far.
+    """
 
     number: int
     plan: Plan
@@ -138,14 +152,17 @@ class StepRecord:
         return imbalance(self.plan.placement.tokens)
 
     def messages(self, mask: str, backward: bool) -> list[tuple[Messages, Messages]]:
-        """Return, for each stage of a pass, the messages that this rank sends and those it receives, one per peer."""
+        """Return, for each stage of a pass, the messages that this rank sends and those that it receives.
+
+        A stage is the transfers that one slot waits for. There is at most one message per peer and direction.
+        """
         key = (mask, backward)
         if key not in self._messages:
             self._messages[key] = _messages(self.plan, self.rank or 0, mask, backward)
         return self._messages[key]
 
     def ahead(self, mask: str, backward: bool) -> list[int]:
-        """Return how many slots ahead of its own each stage of a pass is posted, as the plan says."""
+        """Return how many slots ahead of its own slot each stage of a pass is posted, as the plan says."""
         ahead: list[int] = _program(self.plan, mask, backward).execution.ahead.tolist()
         return ahead
 
@@ -166,7 +183,7 @@ def _program(plan: Plan, mask: str, backward: bool) -> Program:
 
 
 def _messages(plan: Plan, rank: int, mask: str, backward: bool) -> list[tuple[Messages, Messages]]:
-    """Return, for each stage, the messages that a rank sends and those it receives."""
+    """Return, for each stage, the messages that a rank sends and those that it receives; ``mask`` is a name."""
     program = _program(plan, mask, backward)
     t, size = program.transfers, program.transfers.bytes(plan.shape)
     found = []

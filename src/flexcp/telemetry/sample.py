@@ -1,18 +1,19 @@
 """Sample: compute a few rows of a result again in float64, while training runs, and compare.
 
-Keys do not move. The queries and results of the sampled rows are sent to every rank (one sum over ranks). Each rank
+Keys do not move. The queries and results of the sampled rows are sent to every rank (by a sum over ranks). Each rank
 computes their logits with the keys it keeps, directly from the slices of the mask. The parts of the ranks are combined
-as LSEs (one gather) and as weighted values (one sum). So the check uses nothing of the plan but which rank keeps which
+as LSEs (by gathers) and as weighted values (by a sum). So the check uses nothing of the plan but which rank keeps which
 token, and moves only a few rows. All ranks get the same numbers, so either all of them raise or none. All ranks of a
 step must check the same calls.
 
-Legend: N sampled rows, H query heads, G KV heads, M of this rank's keys, D and V the head sizes.
+Legend: N sampled rows, H query heads, G KV heads, M keys of this rank that a row sees, D and V the head sizes.
 
 The error of a row's output is relative to ``sum p |v|``, the size of the summands: it does not vanish where values
 cancel, and does not hide errors where values are small. The limit for float64 is 1e-10. For lower precisions it is
-twice the error of the same sum computed as the reference kernel does (in float32, with P and the result rounded to the
-dtype), plus one rounding to the dtype, plus sqrt(n) float32 roundings for a row of n tiles of keys, because kernels add
-up tiles one after the other. LSEs have the same limits, relative to ``max(1, |LSE|)``.
+twice the largest error, over the sampled rows, of the same sum computed as the reference kernel does (in float32, with
+P and the result rounded to the dtype), plus one rounding to the dtype, plus sqrt(n) float32 roundings if the longest of
+the sampled documents has n tiles of keys, because kernels add up tiles one after the other. LSEs have the same limits,
+relative to ``max(1, |LSE|)``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ Ints = NDArray[np.int64]
 KEYS_AT_ONCE = 16_384
 """The most keys of which float64 copies are in memory at one time."""
 TILE_KEYS = 64
+"""Keys of a tile, for the limit of the error."""
 
 
 class MismatchError(RuntimeError):
@@ -44,7 +46,11 @@ class MismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """The worst of the sampled rows: where it is, whether its output or its LSE is off, the error and its limit."""
+    """A sampled row and head: where it is, whether its output or its LSE is off, the error and its limit.
+
+    ``token`` is its stream token, ``row`` its place in the document, and ``rank`` the rank that keeps it. ``what`` is
+    ``"out"`` or ``"LSE"``. ``error`` and ``allowed`` are relative to the size of the value.
+    """
 
     token: int
     document: int
@@ -67,7 +73,10 @@ class Row:
 
 
 def chosen_rows(tokens: int, count: int, seed: int, call: int) -> Ints:
-    """Choose the stream tokens to check in a call, in ascending order and the same on every rank."""
+    """Choose ``count`` stream tokens to check in a call, in ascending order and the same on every rank.
+
+    All tokens are chosen if there are no more than ``count``.
+    """
     found = np.random.default_rng([seed, call]).choice(tokens, size=min(count, tokens), replace=False)
     return np.sort(found, kind="stable")
 
@@ -83,9 +92,10 @@ def worst_row(
     lse: Tensor,
     tokens: Ints,
 ) -> Row:
-    """Compute the rows ``tokens`` of the stream again, and return the one that is furthest from its limit.
+    """Compute the rows ``tokens`` of the stream again, and return the one with the largest ratio of error to limit.
 
-    All ranks of the step's group must call this.
+    ``qkv``, ``out`` and ``lse`` are this rank's rows of an attention call, ``sinks`` its sinks, and ``mask`` is the
+    mask's index. ``tokens`` must be ascending. All ranks of the step's group must call this.
     """
     q, k, v = qkv
     here = step.row_tokens.numpy()
@@ -153,7 +163,7 @@ def _logits(q_NHD: Tensor, k: Tensor, seen: list[Ints], settings: Settings, dtyp
 
 
 def _total_lse(step: Step, logits: list[Tensor], sink: Tensor | None) -> Tensor:
-    """Return the LSE ``[N, H]`` over the keys of all ranks, and the sink if there is one, in float64."""
+    """Return the LSE ``[N, H]`` of the sampled rows over the keys of all ranks, with the sink if given, in float64."""
     mine_NH = torch.stack([torch.logsumexp(s_HM, 1) for s_HM in logits]).double()
     everyone = step.collectives.gathered("the check of sampled rows, LSEs", mine_NH)
     if sink is not None:
@@ -162,7 +172,7 @@ def _total_lse(step: Step, logits: list[Tensor], sink: Tensor | None) -> Tensor:
 
 
 def _weighted(logits: list[Tensor], lse_NH: Tensor, v: Tensor, seen: list[Ints], rounding: torch.dtype) -> Tensor:
-    """Return this rank's share of the output ``[N, H, V]`` in float64, with P rounded to the dtype ``rounding``."""
+    """Return this rank's share of the output ``[N, H, V]`` in float64, with probabilities rounded to ``rounding``."""
     found = []
     for s_HM, lse_H, rows in zip(logits, lse_NH, seen, strict=True):
         shift = torch.where(lse_H == -torch.inf, 0.0, lse_H).to(s_HM.dtype)
@@ -189,7 +199,7 @@ def _apart(found: Tensor, right: Tensor) -> Tensor:
 
 
 def _worst(step: Step, tokens: Ints, found_2NH: Tensor, own_2NH: Tensor, dtype: torch.dtype) -> Row:
-    """Return the row with the largest ratio of error to limit.
+    """Return the (row, head) with the largest ratio of error to limit.
 
     ``found_2NH`` are the errors of outputs and LSEs, ``own_2NH`` those of the reference computation in ``dtype``.
     """

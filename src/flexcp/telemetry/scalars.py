@@ -14,7 +14,10 @@ class ScalarWriter(Protocol):
 
 
 def scalars(step: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step by tag; times are those of this rank, in milliseconds."""
+    """Return the numbers of a step by tag.
+
+    Times are those of this rank, in milliseconds. Balances are the largest value of a rank divided by the mean.
+    """
     times = step.times()
     return {
         "flexcp/compute_balance": step.compute_balance,

@@ -61,7 +61,7 @@ class StallWatch:
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Return the stack of every thread of this process, as lines of text."""
+    """Return the stack of every thread of this process as lines of text, by name and number of the thread."""
     names = {t.ident: t.name for t in threading.enumerate()}
     return {
         f"{names.get(number, 'unknown')} {number}": [line.rstrip() for line in traceback.format_stack(frame)]

@@ -49,17 +49,20 @@ if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
 MOST_DUMPS = 4
-"""The most dumps that a Telemetry writes on its own: the first ones show what went wrong."""
+"""After this many dumps, asked-for ones included, none is written automatically; the first show what went wrong."""
 
 
 class Telemetry:
     """Records the steps that are bound with it.
 
-    ``dump_dir``: the folder for dumps. ``keep``: how many of the last steps are remembered. ``stall``: seconds without
-    progress after which a dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; if there
-    are some, write a dump and warn. ``check_every=n``: in every n-th attention call, compute ``check_rows`` rows chosen
-    by ``seed`` again densely, and raise :class:`flexcp.telemetry.sample.MismatchError` on all ranks if they differ
-    (0: never). Give every rank the same values.
+    - ``dump_dir``: the folder for dumps; without it none are written.
+    - ``keep``: how many of the last steps are remembered.
+    - ``stall``: seconds without progress after which a dump is written (None: never).
+    - ``nan_check``: look for NaN and Inf in every output; if there are some, write a dump and warn.
+    - ``check_every=n``: in every n-th attention forward, compute ``check_rows`` rows chosen by ``seed`` again densely,
+      and raise :class:`flexcp.telemetry.sample.MismatchError` on all ranks if they differ (0: never).
+
+    Give every rank the same values. Raises ValueError for values out of range.
     """
 
     def __init__(
@@ -90,12 +93,12 @@ class Telemetry:
 
     @property
     def steps(self) -> list[StepRecord]:
-        """The last steps, oldest first."""
+        """The records of the last steps, oldest first."""
         return list(self._steps)
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Measure how long the code inside this context waits for the next plan: the next step's planning wait."""
+        """Measure how long the code inside this context takes, as time that the next step waited for its plan."""
         start = perf_counter_ns()
         yield
         self._planning += perf_counter_ns() - start
@@ -104,7 +107,7 @@ class Telemetry:
 
     @contextmanager
     def binding(self, plan: Plan) -> Iterator[None]:
-        """Record the binding of a plan inside this context, and dump its error."""
+        """Record the binding of a plan inside this context; if it raises, write a dump."""
         record = self._new_step(plan)
         try:
             yield
@@ -114,7 +117,10 @@ class Telemetry:
             raise
 
     def watch(self, step: Step, mask: int, backward: bool, device: torch.device) -> PassRecord:
-        """Return a new record for a pass that is about to begin."""
+        """Return a new record for a pass of ``step`` that is about to begin, and start the stall watch if needed.
+
+        ``mask`` is the mask's index in the plan.
+        """
         record = self._record(step)
         if self._stall is not None and self._stall_watch is None and self.dump_dir is not None:
             self._stall_watch = StallWatch(self, self._stall, Telemetry._progress, Telemetry._stalled)
@@ -134,7 +140,10 @@ class Telemetry:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Check the result of a forward pass as ``nan_check`` and ``check_every`` ask."""
+        """Check the result of a forward pass as ``nan_check`` and ``check_every`` ask.
+
+        Raises :class:`flexcp.telemetry.sample.MismatchError`, after writing a dump, if a sampled row is wrong.
+        """
         self._forwards += 1
         record = self._record(step)
         if self._finite is not None:
@@ -185,7 +194,10 @@ class Telemetry:
             write_whole(path, json.dumps(trace(logs), separators=(",", ":")))
 
     def dump(self, reason: str = "asked", message: str = "") -> Path:
-        """Write a dump of the last steps to ``dump_dir`` now, and return its path."""
+        """Write a dump of the last steps to ``dump_dir`` now, and return its path.
+
+        Raises ValueError without a ``dump_dir``.
+        """
         if self.dump_dir is None:
             raise ValueError("there is no folder for dumps; make the telemetry with flexcp.Telemetry('folder')")
         threads = thread_stacks() if reason == "stall" else None
@@ -210,7 +222,7 @@ class Telemetry:
         return record
 
     def _record(self, step: Step) -> StepRecord:
-        """Return the record of a step; a new one if it was dropped because more than ``keep`` steps are in use."""
+        """Return the record of a step; a new one if it has none because more than ``keep`` steps are in use."""
         same = [s for s in self._steps if s.plan is step.plan]
         for record in same:
             if record.owner is not None and record.owner() is step:
@@ -220,7 +232,7 @@ class Telemetry:
         return found
 
     def _failed(self, record: PassRecord, error: BaseException) -> None:
-        """Dump the error of a pass."""
+        """Write a dump because of the error of a pass."""
         self._dump_error(f"{record.name}, which {record.reached()}", error)
 
     def _dump_error(self, where: str, error: BaseException) -> None:
@@ -231,9 +243,9 @@ class Telemetry:
             error.add_note(f"flexcp wrote {path}; flexcp verify @{path} replays its plans")
 
     def _dumped(self, reason: str, message: str) -> Path | None:
-        """Write a dump, unless there is no folder or there are ``MOST_DUMPS``; return its path.
+        """Write a dump and return its path; None if there is no folder, or there are ``MOST_DUMPS`` already.
 
-        If writing fails, only warn, so that the error that caused the dump is not hidden.
+        If writing fails, only warn and return None, so that the error that caused the dump is not hidden.
         """
         if self.dump_dir is None or len(self.dumps) >= MOST_DUMPS:
             return None
@@ -251,7 +263,7 @@ class Telemetry:
             warnings.warn(f"flexcp: {bad}{'' if path is None else f'; wrote {path}'}", stacklevel=2)
 
     def _progress(self) -> Progress:
-        """Return how far each pass is that has begun and not ended; empty if there is none."""
+        """Return (id, stamps reached) of each pass that has begun and not ended; empty if there is none."""
         open_passes = [p for step in self.steps for p in list(step.passes) if not p.error and not p.finished()]
         return tuple((id(p), passed(p.stamps)) for p in open_passes if p.stamps)
 

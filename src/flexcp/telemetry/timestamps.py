@@ -16,7 +16,7 @@ Stamp = int | torch.cuda.Event
 
 
 def stamper(device: torch.device) -> Callable[[], Stamp]:
-    """Return the function that takes stamps of work on ``device``."""
+    """Return the function that takes stamps of work on ``device``: CUDA events, or the host's clock in nanoseconds."""
     return _event if device.type == "cuda" else perf_counter_ns
 
 

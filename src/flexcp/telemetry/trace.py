@@ -1,8 +1,9 @@
 """Trace: write the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev) shows side by side.
 
 A rank is shown as a process with a track for its slots, and one each for compute, wait, pack, send and receive. A send
-is drawn while it is packed and posted. A receive is drawn from the time it was posted until it was taken in; it arrived
-at some time in between. An arrow joins the two.
+is drawn while the slot that posts it packs and posts. A receive is drawn from then until it was taken in; it arrived at
+some time in between. An arrow joins the two. Messages that are posted at the beginning of the slot that waits for them
+are drawn over that wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Event = dict[str, Any]
 
 
 def rank_log(steps: list[StepRecord]) -> dict[str, Any]:
-    """Return what a trace needs to know about this rank, as plain data; this waits for the device."""
+    """Return what a trace needs to know about this rank, as JSON values; this waits for the device."""
     return {
         "rank": next((s.rank for s in steps if s.rank is not None), 0),
         "steps": [
@@ -40,12 +41,16 @@ def rank_log(steps: list[StepRecord]) -> dict[str, Any]:
 
 
 def _pass_log(p: PassRecord) -> dict[str, Any]:
-    """Return a pass as plain data, with its stamps on the host's clock."""
+    """Return a pass as JSON values, with its time stamps on the host's clock, in nanoseconds."""
     return {"name": p.name, "number": p.number, "times": host_times(p.stamps), "spans": p.spans()}
 
 
 def trace(logs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the trace of all ranks, from their logs, which include the offsets of their clocks."""
+    """Return the trace of all ranks as a dict in Chrome's trace format.
+
+    ``logs`` are the results of :func:`rank_log`, with the offsets of the ranks' clocks (``offset_ns``,
+    ``offset_error_ns``).
+    """
     starts = [p["times"][0] + log["offset_ns"] for log in logs for step in log["steps"] for p in step["passes"]]
     origin = min(starts, default=0)
     events = [event for log in logs for event in _rank_events(log, origin)]
@@ -61,7 +66,7 @@ def trace(logs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(logs: list[dict[str, Any]], back: int) -> dict[str, Any]:
-    """Summarize a step over all ranks; ``back`` counts steps from the last one back."""
+    """Summarize a step over all ranks; ``back`` is 0 for the last step, 1 for the one before it, and so on."""
     steps = [log["steps"][-1 - back] for log in logs]
     spent = [_spent(step) for step in steps]
     compute = [s["compute"] for s in spent]
@@ -78,7 +83,7 @@ def _summary(logs: list[dict[str, Any]], back: int) -> dict[str, Any]:
 
 
 def _spent(step: dict[str, Any]) -> dict[str, int]:
-    """Return the nanoseconds that a rank computed, waited and packed in a step."""
+    """Return the nanoseconds that a rank computed, waited and packed in a step, by activity."""
     found = {"compute": 0, "wait": 0, "pack": 0}
     for p in step["passes"]:
         for (_, what), a, b in zip(p["spans"], p["times"], p["times"][1:], strict=False):
@@ -87,7 +92,7 @@ def _spent(step: dict[str, Any]) -> dict[str, int]:
 
 
 def _rank_events(log: dict[str, Any], origin: int) -> list[Event]:
-    """Return all events of a rank; ``origin`` is the time at which the trace begins."""
+    """Return all trace events of a rank; ``origin`` is the time, in nanoseconds, at which the trace begins."""
     rank = log["rank"]
     events: list[Event] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
@@ -106,7 +111,7 @@ def _rank_events(log: dict[str, Any], origin: int) -> list[Event]:
 
 
 def _pass_events(rank: int, step: dict[str, Any], p: dict[str, Any], at: list[float]) -> list[Event]:
-    """Return the events of a pass; ``at`` are its stamps in microseconds."""
+    """Return the trace events of a pass; ``at`` are its time stamps in microseconds from the beginning of the trace."""
     events = []
     slots: dict[int, tuple[float, float]] = {}
     args = {"step": step["number"], "plan": step["hash"][:12], "pass": p["number"]}
@@ -122,7 +127,10 @@ def _pass_events(rank: int, step: dict[str, Any], p: dict[str, Any], at: list[fl
 def _message_events(
     rank: int, step: dict[str, Any], p: dict[str, Any], at: list[float], args: dict[str, Any]
 ) -> list[Event]:
-    """Return a slice for each message that a rank sends or receives in a pass, and the ends of its arrow."""
+    """Return a bar for each message that a rank sends or receives in a pass, and the ends of its arrow.
+
+    ``at`` are the time stamps of the pass in microseconds, and ``args`` is what Perfetto shows of each event.
+    """
     events = []
     for stage, (sends, receives) in list(enumerate(step["messages"][p["name"]]))[1:]:
         # Slot s has the stamps 3 s + 1 (transfers taken in), 3 s + 2 (later stages posted) and 3 s + 3 (work done).
@@ -154,7 +162,7 @@ def _flow(step: dict[str, Any], p: dict[str, Any], stage: int, source: int, targ
 
 
 def _slice(rank: int, track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Event:
-    """Return a bar on a track of a rank."""
+    """Return a bar on a track of a rank, from ``begin`` to ``end`` in microseconds."""
     return {
         "ph": "X",
         "pid": rank,
@@ -168,6 +176,6 @@ def _slice(rank: int, track: str, name: str, begin: float, end: float, args: dic
 
 
 def _arrow(phase: str, rank: int, track: str, at: float, flow: str) -> Event:
-    """Return the beginning (``phase`` "s") or the end ("f") of an arrow."""
+    """Return the beginning (``phase`` "s") or the end ("f") of an arrow between ranks; ``flow`` is its id."""
     found = {"ph": phase, "pid": rank, "tid": TRACKS[track], "cat": "message", "name": "message", "ts": at, "id": flow}
     return found | ({"bp": "e"} if phase == "f" else {})

@@ -1,7 +1,8 @@
 """The demo: a small GPT on a stream of long-tailed documents, trained on one process and under each strategy.
 
-The single process runs torch's own attention document by document and uses no part of flexcp, so that equal losses are
-evidence. All runs see the same batches from the same initial weights; gradients are summed over ranks.
+The single process runs torch's own attention document by document and uses neither flexcp's attention nor its plans, so
+that equal losses are evidence; labels, loss and update are the same code. All runs see the same batches from the same
+initial weights; gradients are summed over ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKED_STEPS = 10
+"""How many of the first steps are compared."""
 TOLERANCE = 1e-5
+"""The largest relative difference of losses that counts as equal."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """The sizes of the demo: ranks, steps, tokens a step, strategies, and the model's attention."""
+    """The sizes of the demo: ranks, steps, tokens a step, strategies, and the model's attention.
+
+    Raises ValueError for values below 1, and for strategies that cannot plan the first step.
+    """
 
     ranks: int
     steps: int
@@ -52,7 +58,12 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """One run: its losses, and means over its steps of time, planning time, bytes and imbalance."""
+    """One run: its loss in each step, and means over its steps of time, planning time, bytes and imbalance.
+
+    ``bytes`` are those of one attention layer, forward and backward. Imbalances are the largest value of a rank divided
+    by the mean. ``error`` is the largest relative difference to the losses of one process, over the first
+    ``CHECKED_STEPS`` steps.
+    """
 
     name: str
     losses: list[float]
@@ -73,7 +84,7 @@ def batch_lengths(config: DemoConfig, step: int) -> list[int]:
 
 
 def make_plan(config: DemoConfig, strategy: str, step: int) -> Plan:
-    """Return the plan of a step, the same on every rank."""
+    """Return the plan of step number ``step`` under a strategy, the same on every rank."""
     planner = Planner(
         config.heads,
         config.kv_heads,
@@ -135,12 +146,12 @@ def _measured(config: DemoConfig, name: str, losses: list[float], seconds: float
 
 
 def agree(results: list[Result]) -> bool:
-    """Return whether every strategy's loss equals that of the single process over the checked steps."""
+    """Return whether every strategy's losses equal those of the single process, within ``TOLERANCE``."""
     return all(r.error <= TOLERANCE for r in results)
 
 
 def show(results: list[Result], config: DemoConfig, console: Console) -> None:
-    """Print the demo's table."""
+    """Print the results as a table, with the meaning of its columns."""
     from rich.table import Table
 
     table = Table(
@@ -177,12 +188,13 @@ def show(results: list[Result], config: DemoConfig, console: Console) -> None:
 
 
 Run = tuple[list[float], float]
+"""What a training function returns: (losses, seconds of all steps)."""
 
 # --- functions that run on the ranks ----------------------------------------------------------------------------------
 
 
 def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float, None, Run]:
-    """Train on one process with torch's attention; yields each loss, returns (losses, seconds)."""
+    """Train on one process with torch's attention; yields each loss, returns (losses, seconds of all steps)."""
     import torch
 
     from flexcp.executor.bind import DEFAULT_TIMEOUT
@@ -213,7 +225,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
 
 
 def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) -> Generator[float, None, Run]:
-    """Train this rank's share under a strategy; yields the loss of each batch, returns (losses, seconds)."""
+    """Train this rank's share under a strategy; yields each batch's loss, returns (losses, seconds of all steps)."""
     import torch.distributed as dist
 
     from flexcp.executor.attention import attention

@@ -1,7 +1,7 @@
-"""Training documents: learnable phrases with lengths from a distribution or a file,
-or the paragraphs of a text file as bytes.
+"""Training documents: learnable phrases with lengths from a distribution or a file, or the paragraphs of a text file.
 
-Step ``n`` of a run has the same documents on every rank, independent of the steps before it.
+The tokens of a text are its bytes. Step ``n`` of a run has the same documents on every rank, independent of the steps
+before it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from flexcp.data.lengths import draw_lengths, parse_lengths
 class Documents:
     """The documents of a run: ``tokens`` tokens a step with ids below ``vocabulary``.
 
-    ``source`` is the name of a distribution, ``@file`` with lengths, or a text file. ``shrink`` divides the lengths of
-    a distribution made for long contexts, so that its shape fits a small batch. The lengths of a file are used as they
-    are, step after step, and from the beginning again at its end. A document that does not fit into the rest of a step
-    is cut, and its other part becomes a document of the next step.
+    ``source`` is the name of a distribution, ``@file`` with lengths, or a text file; ValueError is raised if it is none
+    of them or holds nothing to train on. ``shrink`` divides the lengths of a distribution made for long contexts, so
+    that its shape fits a small batch. The lengths of an ``@file`` are used as they are, step after step, and from the
+    beginning again at its end; a document that does not fit into the rest of a step is cut, and its other part becomes
+    a document of the next step. Of a text, the last document of a step is cut and its rest is left out.
     """
 
     source: str
@@ -48,17 +49,18 @@ class Documents:
 
     @cached_property
     def paragraphs(self) -> list[bytes]:
-        """The documents of a text file, separated by blank lines."""
+        """The documents of a text file, as bytes: its parts between blank lines."""
         return [part for part in Path(self.source).read_bytes().split(b"\n\n") if part.strip()]
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The lengths in a file of document lengths."""
+        """The lengths in an ``@file`` of document lengths."""
         return parse_lengths(self.source)
 
     def cut(self, steps: int) -> str | None:
-        """Return a sentence on documents that are cut at the ends of steps in a run of ``steps`` steps;
-        None if none is.
+        """Return a sentence on documents that are cut at the ends of steps in a run of ``steps`` steps, or None.
+
+        For a text file it is always the same sentence, and None for a distribution, whose lengths add up to a step.
         """
         if not self.source.startswith("@"):
             if not Path(self.source).is_file():
@@ -78,7 +80,7 @@ class Documents:
         )
 
     def step(self, number: int) -> list[Tensor]:
-        """Return the token ids of each document of a step."""
+        """Return the token ids of each document of step ``number``."""
         if self.source.startswith("@"):
             taken = self._taken(number)
             return list(phrases(number, taken, self.vocabulary).split(taken))
@@ -88,8 +90,9 @@ class Documents:
         return list(phrases(number, lengths, self.vocabulary).split(lengths))
 
     def _taken(self, number: int) -> list[int]:
-        """Return the lengths of the documents that a step takes from the file's documents,
-        which are laid end to end and repeated.
+        """Return the lengths of the documents of step ``number``, for an ``@file`` of lengths.
+
+        The documents of the file are laid end to end and repeated, and each step takes the next ``tokens`` tokens.
         """
         ends = np.cumsum(self.lengths)
         begin = number * self.tokens
@@ -125,8 +128,9 @@ def shrunk_lengths(name: str, tokens: int, seed: int, shrink: int) -> list[int]:
 
 
 def phrases(seed: int, lengths: list[int], vocabulary: int) -> Tensor:
-    """Return a stream of learnable documents:
-    each repeats its own random phrase, with a few tokens replaced at random.
+    """Return a stream of learnable documents with these lengths, end to end.
+
+    Each document repeats its own random phrase, with a few tokens replaced at random.
     """
     generator = torch.Generator().manual_seed(seed)
     parts = []

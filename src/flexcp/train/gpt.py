@@ -1,4 +1,4 @@
-"""A small GPT on one page: embeddings, blocks of attention (GQA, RoPE) and a gated feed-forward, a tied head.
+"""A small GPT on one page: embeddings, blocks of attention (GQA, RoPE) and a gated feed-forward, tied output weights.
 
 Attention is a function that the caller passes in: flexcp's on several ranks, torch's own on one process. Nothing else
 in the model depends on parallelism: positions are an argument, and all other layers work token by token.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of q ``[T, H, D]``, k and v ``[T, G, D]``, which returns ``[T, H, D]``."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class GptConfig:
 
 
 class Gpt(nn.Module):
-    """A language model that returns next-token logits for each row."""
+    """A language model that returns next-token logits ``[T, vocabulary]``, one row for each token."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, optimizer step;
-and a report of each step.
+"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, optimizer step, report.
 
 The loop is one generator that every rank runs, in our own pool of CPU processes or under torchrun. Every rank holds the
 whole model, and gradients are summed over ranks by all-reduce. ``examples/fsdp2_pretrain.py`` shows the same loop with
@@ -29,7 +28,11 @@ from flexcp.train.update import total_loss, update
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The model, data, planning and optimizer settings of a run."""
+    """The model, data, planning and optimizer settings of a run; raises ValueError for invalid ones.
+
+    ``model`` is ``gpt`` or the path of a Hugging Face configuration, ``data`` a length distribution, ``@file`` with
+    lengths or a text file, and ``tokens`` are those of one step.
+    """
 
     model: str = "gpt"
     data: str = "longtail"
@@ -52,7 +55,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The numbers of one step over all ranks; ``bytes`` are those of all attention layers, forward and backward."""
+    """The numbers of one step over all ranks.
+
+    ``measured_ms`` is the time of forward, backward and optimizer, without planning, ``predicted_ms`` what the cost
+    model says. ``bytes`` are those of all attention layers, forward and backward. Imbalances are the largest value of a
+    rank divided by the mean.
+    """
 
     step: int
     loss: float
@@ -74,8 +82,9 @@ class StepReport:
 
 
 def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport, None, list[StepReport]]:
-    """Run this rank's part of the training; collective over ``group``.
-    Yields the report of each step, returns all reports.
+    """Run this rank's part of the training; all ranks of ``group`` must call it.
+
+    Yields the report of each step, and returns all reports.
     """
     ranks = dist.get_world_size(group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

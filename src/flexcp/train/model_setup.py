@@ -28,7 +28,10 @@ HELD = 4
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model to train; ``logits(tokens, step)`` returns the logits of this rank's rows of the stream ``tokens``."""
+    """A model to train, its planner, and its masks as {name: (mask, number of layers)}.
+
+    ``logits(tokens, step)`` returns the logits of this rank's rows; ``tokens`` are the ids of the whole stream.
+    """
 
     model: nn.Module
     logits: Callable[[Tensor, Step], Tensor]
@@ -40,7 +43,11 @@ class Trainee:
 def make_trainee(
     name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]
 ) -> Trainee:
-    """Make the model ``name`` with the same weights on every rank; ``sizes`` apply to ``gpt`` only."""
+    """Make the model ``name`` with the same weights on every rank; ``sizes`` apply to ``gpt`` only.
+
+    ``dtype`` is the name of a torch dtype. Raises ValueError for a Hugging Face model that is too large for the memory,
+    or if transformers is not installed.
+    """
     torch.manual_seed(0)
     return (
         _gpt(dtype, device, cluster, strategy, sizes)
@@ -50,8 +57,9 @@ def make_trainee(
 
 
 def refuse_too_large(name: str, weights: int, size: int, ranks: int, memory: int) -> None:
-    """Raise ValueError for a model of so many weights, of ``size`` bytes each, if so many ranks cannot hold it in
-    ``memory`` bytes together.
+    """Raise ValueError if ``ranks`` ranks cannot hold a model of ``weights`` weights together in ``memory`` bytes.
+
+    Each rank holds the whole model with gradients and optimizer state; a weight has ``size`` bytes.
     """
     need = HELD * weights * size * ranks
     if need > memory:

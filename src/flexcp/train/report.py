@@ -19,7 +19,10 @@ HEADER = (
 
 
 class Table:
-    """Prints lines on ``console``; without one (all ranks of torchrun but the first) it prints nothing."""
+    """The table of ``flexcp train``: prints a line for every step on ``console``, and keeps the reports.
+
+    Without a console (all ranks of torchrun but the first) it prints nothing.
+    """
 
     def __init__(self, console: Console | None, config: TrainConfig) -> None:
         self.console, self.config = console, config
@@ -50,7 +53,7 @@ class Table:
             self.status.stop()
 
     def summary(self) -> str:
-        """Return a summary of the run. The first step warms up and is left out of the times if there are others."""
+        """Return a summary of the run; the first step warms up and is left out of the times if there are others."""
         timed = self.reports[1:] or self.reports
         measured, predicted = (median(getattr(r, n) for r in timed) for n in ("measured_ms", "predicted_ms"))
         return (
@@ -62,7 +65,7 @@ class Table:
 
 
 def line(r: StepReport) -> str:
-    """Return one step as a line of text."""
+    """Return one step as a line of text, under the columns of ``HEADER``."""
     return (
         f"{r.step:>5} {r.loss:>9.5f} {r.documents:>5} {r.tokens_per_second:>9,.0f} {r.measured_ms:>7.1f} ms "
         f"{r.predicted_ms:>7.1f} ms {size(r.bytes):>9}  {r.compute_imbalance:>7.2f} {r.token_imbalance:>7.2f}"

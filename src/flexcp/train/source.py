@@ -13,15 +13,17 @@ from flexcp.models.find import PRESETS, find_model
 from flexcp.shape import Shape
 
 LOOKED_AT = 1 << 16
-"""The number of bytes of a file that are examined for numbers."""
+"""The number of bytes at the beginning of a file that are examined for numbers."""
 DTYPES = ("float64", "float32", "bfloat16")
 LAYOUTS = ("free", "contiguous", "zigzag")
 JSON_LINES = (".jsonl", ".ndjson")
 
 
 def check_model(name: str) -> None:
-    """Raise ValueError for a model that cannot be found, or that is too large for every rank to hold.
-    ``gpt`` is our own small model.
+    """Raise ValueError for a model that ``flexcp train`` cannot train.
+
+    ``gpt`` is our own small model. Other names must be paths of Hugging Face configurations with a ``model_type``; the
+    known presets are refused, because they are too large for every rank to hold.
     """
     if name == "gpt":
         return
@@ -55,7 +57,7 @@ def check_numbers(tokens: int, steps: int, dtype: str, layout: str, learning_rat
 def gpt_sizes(
     heads: int = 4, kv_heads: int | None = None, head_dim: int = 32, hidden: int | None = None, layers: int = 2
 ) -> tuple[tuple[str, int], ...]:
-    """Return the sizes of a small GPT by their names in its configuration; raises ValueError for impossible sizes."""
+    """Return the sizes of a small GPT by their names in its configuration; raise ValueError for impossible sizes."""
     shape = Shape(heads, heads if kv_heads is None else kv_heads, head_dim, head_dim)
     if layers < 1:
         raise ValueError(f"--layers is at least 1; got {layers}")
@@ -69,7 +71,10 @@ def gpt_sizes(
 
 
 def check_data(source: str) -> None:
-    """Raise ValueError for data that is neither a text file, nor ``@file`` with lengths, nor a known distribution."""
+    """Raise ValueError for data that is neither a text file, nor ``@file`` with lengths, nor a known distribution.
+
+    Text files that are empty, are JSON lines, or hold nothing but numbers are refused too.
+    """
     if source.startswith("@"):
         if min(parse_lengths(source)) < 1:
             raise ValueError(f"{source[1:]} holds a length below 1; a document has at least 1 token")
@@ -95,6 +100,7 @@ def check_data(source: str) -> None:
 
 
 def _holds_numbers(path: Path) -> bool:
+    """Return whether the beginning of a file consists of numbers only."""
     with path.open("rb") as file:
         words = file.read(LOOKED_AT).split()
     try:

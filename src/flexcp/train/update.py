@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Run the backward, sum gradients over ranks, and make one step of the optimizer;
-    gradients are cleared afterwards.
-    """
+    """Run the backward, sum gradients over ranks, and make one step of the optimizer; then clear the gradients."""
     loss.backward()
     sum_gradients((p for part in optimizer.param_groups for p in part["params"]), group)
     optimizer.step()
@@ -25,6 +23,7 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor, group: dist.ProcessGr
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Replace each parameter's gradient by its sum over all ranks.
+
     A rank that did not use a parameter takes part with zeros.
     """
     for parameter in parameters:

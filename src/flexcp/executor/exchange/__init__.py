@@ -1,3 +1,4 @@
-"""What ranks send each other: the messages of a pass with their buffers, collectives outside attention, and what they
-tell each other through the group's store.
+"""What ranks send each other: messages of attention with their buffers, collectives outside attention, and short notes.
+
+The notes (plan hashes, host names, failures) go through the key-value store of the process group.
 """

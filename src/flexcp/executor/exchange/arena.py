@@ -1,8 +1,9 @@
 """Arena: the one buffer in which the passes of a step work, laid out by :mod:`flexcp.plan.memory`.
 
-A pass leases the arena, works in views of it, and gives it back; the next layer, mask or direction uses the same bytes.
-The arena is as large as the largest of them needs, is allocated once, and may be passed from step to step
-(``bind(..., arena=step.arena)``); it grows when a plan needs more. Tensors that a pass returns never lie in the arena.
+A pass (one direction of one attention layer) leases the arena, works in views of it, and gives it back; the next layer,
+mask or direction uses the same bytes. The arena is as large as the largest of them needs, is allocated once, and may be
+passed from step to step (``bind(..., arena=step.arena)``); it grows when a plan needs more. Tensors that a pass returns
+never lie in the arena.
 
 Why it is safe to use the bytes again, within a pass and by the next one:
 
@@ -46,13 +47,14 @@ class Arena:
         return 0 if self._memory is None else self._memory.numel()
 
     def reserve(self, size: int) -> None:
-        """Make the next allocation at least ``size`` bytes large."""
+        """Make the next allocation at least ``size`` bytes large; nothing is allocated now."""
         self._least = max(self._least, size)
 
     @contextmanager
     def lease(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Lend ``size`` bytes to one pass, as a uint8 tensor. While they are lent, another lease gets memory of its
-        own.
+        """Lend ``size`` bytes to one pass inside the ``with`` block; yields them as a uint8 tensor.
+
+        While they are lent, another lease gets memory of its own. If the block raises, the arena drops its memory.
         """
         if size == 0 or not self._lock.acquire(blocking=False):
             yield _allocated(size, device)
@@ -84,7 +86,11 @@ class Arena:
 
 
 class Buffers:
-    """The messages of a stage, side by side in ``memory``; ``sizes`` has (peer, bytes) of each."""
+    """The messages of a stage, side by side in ``memory`` (bytes); ``sizes`` has (peer, bytes) of each message.
+
+    ``messages`` has (peer, tensor of bytes) of each. Messages begin at aligned offsets, so there may be gaps between
+    them.
+    """
 
     def __init__(self, sizes: list[tuple[int, int]], memory: Tensor) -> None:
         starts = aligned_starts([size for _, size in sizes])
@@ -93,14 +99,14 @@ class Buffers:
 
     @classmethod
     def holding(cls, messages: Mapping[int, Tensor]) -> Buffers:
-        """Use existing contiguous tensors, by peer, as messages without a copy."""
+        """Use existing contiguous tensors, given by peer, as the messages, without a copy."""
         found = cls([], torch.empty(0, dtype=torch.uint8))
         found.messages = [(peer, x.detach().view(-1).view(torch.uint8)) for peer, x in messages.items()]
         return found
 
     @classmethod
     def alone(cls, sizes: list[tuple[int, int]], device: torch.device) -> Buffers:
-        """Allocate memory for messages of these (peer, bytes)."""
+        """Allocate new memory for messages; ``sizes`` has (peer, bytes) of each."""
         return cls(sizes, _allocated(aligned_starts([size for _, size in sizes])[-1], device))
 
 

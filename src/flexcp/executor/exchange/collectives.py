@@ -33,14 +33,21 @@ from flexcp.executor.exchange.transports import Wire, packed_tag, transport_for
 
 @dataclass(frozen=True)
 class Occasion:
-    """The ``number``-th call of a place, in the step of this number (0 outside of steps)."""
+    """One call of a collective: the ``number``-th call of a place such as ``step.roll``, counted from 1.
+
+    ``step`` is the number of the step that the place belongs to, 0 outside of steps. It is a
+    :class:`flexcp.executor.exchange.transports.Subject`.
+    """
 
     place: str
     number: int
     step: int
 
     def tag(self, stage: int, call: int) -> int:
-        """Return the tag of this call's messages, which differs from the tags of all passes."""
+        """Return a tag of 31 bits for this call's messages, different from the tags of all passes.
+
+        The arguments are unused.
+        """
         return packed_tag(((1, 1), (self.step, 5), (self.number, 10), (zlib.crc32(self.place.encode()), 15)))
 
     @property
@@ -49,7 +56,7 @@ class Occasion:
         return packed_tag(((1, 1), (self.step, 14), (self.number, 16), (zlib.crc32(self.place.encode()), 32)))
 
     def where(self, stage: int) -> str:
-        """Return a description of the call for error messages."""
+        """Return a description of the call for error messages; ``stage`` is unused."""
         return str(self)
 
     def __str__(self) -> str:
@@ -57,8 +64,10 @@ class Occasion:
 
 
 class Collectives:
-    """Exchanges among the ranks of one group, or of a single rank (``group`` None). ``step`` is the number of the bind,
-    the same on all ranks, or 0 outside of steps.
+    """Exchanges among the ranks of one group, or of a single rank (``group`` is None).
+
+    ``timeout`` is the time limit of each exchange between CPU ranks. ``step`` is the number of the bind, the same on
+    all ranks, or 0 outside of steps.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, step: int = 0) -> None:
@@ -76,8 +85,9 @@ class Collectives:
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def wire(self, sent: list[int]) -> Wire:
-        """Return what an exchange needs to talk to the group; bytes sent to each rank are added to ``sent``. Raise
-        RuntimeError after a failure.
+        """Return what an exchange needs to talk to the group; raise RuntimeError after a failure.
+
+        Bytes sent to each rank will be added to ``sent``. A note that :meth:`checking` left is withdrawn first.
         """
         self.check_usable()
         if self._warned and self.notes is not None:
@@ -95,7 +105,10 @@ class Collectives:
 
     @contextmanager
     def checking(self, place: str) -> Iterator[None]:
-        """Surround checks before an exchange: if they raise, leave a note for the ranks that wait for this one."""
+        """Run checks in the ``with`` block; if they raise, leave a note for the ranks that wait for this one.
+
+        The exception passes on. ``place`` names the call in the note.
+        """
         try:
             yield
         except Exception as error:
@@ -105,7 +118,11 @@ class Collectives:
             raise
 
     def exchange(self, place: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send the tensors ``sends`` and fill the tensors ``receives``, both by peer. Empty tensors are not sent."""
+        """Send the tensors ``sends`` and fill the tensors ``receives``, both by peer; empty tensors are not sent.
+
+        All tensors must be contiguous and on one device. Raises ExchangeError if a CPU rank does not get or send them
+        in time.
+        """
         self._calls[place] += 1
         leaving, arriving = ({peer: x for peer, x in side.items() if x.numel()} for side in (sends, receives))
         if not leaving and not arriving:
@@ -119,7 +136,7 @@ class Collectives:
             exchange.finish()
 
     def gathered(self, place: str, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks in rank order; they must have one shape and dtype."""
+        """Return the tensors of all ranks in rank order; they must have the same shape and dtype on all ranks."""
         if self.size == 1:
             return [x]
         x = x.contiguous()
@@ -133,7 +150,7 @@ class Collectives:
         return found
 
     def summed(self, place: str, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors; on the host they are added in rank order."""
+        """Return the sum of all ranks' tensors; on CPU ranks they are added in rank order."""
         if self.size == 1:
             return x
         if not transport_for(x.device).own_collectives:
@@ -148,7 +165,7 @@ class Collectives:
         return total
 
     def told(self, place: str, value: Any, device: torch.device) -> list[Any]:
-        """Return the values of all ranks, in rank order. They are pickled and travel by the transport of ``device``."""
+        """Return the values of all ranks, in rank order; ``device`` decides by which transport they travel, pickled."""
         if self.size == 1:
             return [value]
         if transport_for(device).own_collectives:
@@ -164,5 +181,5 @@ class Collectives:
         return [pickle.loads(found[rank].numpy().tobytes()) for rank in range(self.size)]
 
     def _fail(self, reason: str) -> None:
-        """Note the first failure; the group, or the step, cannot be used after it."""
+        """Record the first failure; the group, or the step, cannot be used after it."""
         self.failure = self.failure or reason

@@ -2,8 +2,9 @@
 
 With NCCL the first message between two ranks takes 10 to 700 ms, because buffers and sockets are made then. So ``bind``
 exchanges one byte with each peer that this rank has not yet connected to in the group. It does so in turns: first with
-peers at a distance of 1 to 8 ranks, then 9 to 16, and so on. Distance is symmetric, so both ranks of a pair meet in the
-same turn; a rank without peers in a turn skips it. Connected peers are listed in the group's store for the next bind.
+peers at a distance of 1 to 8 ranks (counted around the circle of all ranks), then 9 to 16, and so on. Distance is
+symmetric, so both ranks of a pair meet in the same turn; a rank without peers in a turn skips it. Connected peers are
+listed in the group's store for the next bind.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import torch.distributed as dist
 Progress = Callable[[int, int], None]
 """A function that is called with the number of new peers connected so far, and the number of all new peers."""
 AT_ONCE = 8
-"""How many distances one turn covers."""
+"""How many distances (numbers of ranks between two peers) one turn covers."""
 
 
 def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, progress: Progress | None = None) -> int:
-    """Exchange a byte with each of these ranks that is not yet connected, and return how many that were. The peers must
-    call this at the same time.
+    """Exchange a byte with each of the ranks ``peers`` that is not yet connected, and return how many these were.
+
+    The peers must call this at the same time. ``progress`` is called before the first turn and after each; by default
+    it shows a line on a terminal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store, key = group.get_group_store(), f"flexcp/connected/{rank}"
@@ -48,7 +51,7 @@ def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, pr
 
 
 def _meet(peers: list[int], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Exchange one byte with each of the peers at the same time, and wait until it is done."""
+    """Exchange one byte with all of ``peers`` at the same time, and wait until it is done."""
     sent, received = (torch.zeros(len(peers), 1, dtype=torch.uint8, device=device) for _ in range(2))
     operations = [dist.P2POp(dist.irecv, received[i], group=group, group_peer=p) for i, p in enumerate(peers)]
     operations += [dist.P2POp(dist.isend, sent[i], group=group, group_peer=p) for i, p in enumerate(peers)]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
-"""The most seconds of a time limit that are reserved for reading notes; it is at most a quarter of the limit."""
+"""The most seconds of a time limit that are reserved for reading notes, unless a quarter of the limit is less."""
 
 ASK_EVERY_SECONDS = 0.05
 
@@ -34,8 +34,9 @@ def grace_of(timeout: timedelta) -> float:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """Call the function in a thread and return its result or raise its exception. Raise TimeoutError and abandon the
-    thread if it takes longer than ``seconds``.
+    """Call the function in a thread and return its result or raise its exception.
+
+    If it takes longer than ``seconds``, the thread is abandoned and TimeoutError is raised.
     """
     found: list[T] = []
     errors: list[BaseException] = []
@@ -57,10 +58,10 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
-    """Call a function that uses the group's store and return its result; raise RuntimeError if the store fails or does
-    not answer.
+    """Call a function that uses the group's store, and return its result.
 
-    The function has a second more than ``timeout``, so that its own timeout, whose message says more, comes first.
+    Raises RuntimeError if the store fails or does not answer; other exceptions of the function pass through. The
+    function has a second more than ``timeout``, so that its own timeout, whose message says more, comes first.
     """
     try:
         return within(timeout.total_seconds() + 1, function)
@@ -78,14 +79,17 @@ def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class FailureNotes:
-    """The notes of the ranks of one step."""
+    """The notes that the ranks of one step leave in the group's store; ``rank`` is this rank."""
 
     group: dist.ProcessGroup
     step: int
     rank: int
 
     def leave(self, text: str, blamed: int | None, seconds: float) -> None:
-        """Write this rank's note; do nothing if the store cannot be reached within ``seconds``."""
+        """Write this rank's note; do nothing if the store fails or does not answer within ``seconds``.
+
+        ``text`` says what happened, and ``blamed`` is the rank that this one was waiting for, if any.
+        """
         note = json.dumps({"text": text, "blamed": blamed})
         try:
             within(seconds, lambda: self.group.get_group_store().set(self._key(self.rank), note))
@@ -93,14 +97,18 @@ class FailureNotes:
             return
 
     def withdraw(self, seconds: float) -> None:
-        """Delete this rank's note, because the rank goes on after all."""
+        """Delete this rank's note, because the rank goes on after all; give up after ``seconds``."""
         try:
             within(seconds, lambda: self.group.get_group_store().delete_key(self._key(self.rank)))
         except (TimeoutError, RuntimeError):
             return
 
     def explain(self, blamed: int, seconds: float) -> str:
-        """Return the notes as text, following the blamed ranks until one left no note or blames none."""
+        """Return, as text, the notes of rank ``blamed``, of the rank that it blames, and so on.
+
+        The chain ends at a rank that left no note or blames none, or when ranks blame each other in a circle. Notes are
+        waited for up to ``seconds`` in all.
+        """
         deadline = time.monotonic() + seconds
         said: list[str] = []
         asked = [self.rank]
@@ -127,7 +135,10 @@ class FailureNotes:
         return ". ".join(said)
 
     def _read(self, rank: int, seconds: float) -> dict[str, Any] | None:
-        """Return the note of a rank, or None if it leaves none within ``seconds``."""
+        """Return the note of a rank, waiting up to ``seconds`` for it; None if there is none by then.
+
+        Raises TimeoutError or RuntimeError if the store does not answer or fails.
+        """
         key = self._key(rank)
 
         def read() -> dict[str, Any] | None:

@@ -31,8 +31,10 @@ def leave_host(store: Store, rank: int) -> None:
 
 
 def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
-    """Return why a cluster's nodes do not match the hosts that the ranks wrote to the store, and what to do; None if
-    they match.
+    """Return why a cluster's nodes do not match the hosts that all ranks wrote to the store, and what to do.
+
+    None if they match (this is remembered in the store), if nodes have one rank each, or if the cluster says that a
+    node spans hosts. ``ranks`` is the number of ranks.
     """
     if cluster.ranks_per_node == 1 or cluster.node_spans_hosts:
         return None
@@ -46,7 +48,10 @@ def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
 
 
 def split_node(cluster: Cluster, hosts: Sequence[str]) -> str | None:
-    """Return a message on the first node whose ranks are on several hosts, and what to do; None if there is none."""
+    """Return a message on the first node whose ranks are on several hosts, and what to do; None if there is none.
+
+    ``hosts`` are the host names of all ranks, in rank order.
+    """
     if cluster.node_spans_hosts:
         return None
     for rank, host in enumerate(hosts):
@@ -61,7 +66,10 @@ def split_node(cluster: Cluster, hosts: Sequence[str]) -> str | None:
 
 
 def shared_host(cluster: Cluster, hosts: Sequence[str]) -> str | None:
-    """Return a message on the first host that has ranks of several nodes, and what to do; None if there is none."""
+    """Return a message on the first host that has ranks of several nodes, and what to do; None if there is none.
+
+    ``hosts`` are the host names of all ranks, in rank order.
+    """
     first: dict[str, int] = {}
     for rank, host in enumerate(hosts):
         other = first.setdefault(host, rank)
@@ -74,8 +82,10 @@ def shared_host(cluster: Cluster, hosts: Sequence[str]) -> str | None:
 
 
 def _way_out(cluster: Cluster, hosts: Sequence[str]) -> str:
-    """Return what to do: use the cluster that fits, if every host has the same number of ranks and they are numbered
-    host by host; else start them so.
+    """Return the end of a message: what the user can do if nodes and hosts do not match.
+
+    If every host has the same number of ranks, numbered host by host, it names the cluster that fits. Otherwise it says
+    to start the ranks like that.
     """
     each = next((n for n in range(len(hosts), 0, -1) if len(set(hosts[:n])) == 1), 1)
     blocks = [hosts[i : i + each] for i in range(0, len(hosts), each)]

@@ -20,14 +20,15 @@ from flexcp.executor.exchange.transports import Exchange, HostExchange, PassLabe
 from flexcp.plan.plan import Plan
 
 NOTHING: Mapping[tuple[int, bool], tuple[tuple[Call, ...], ...]] = MappingProxyType({})
-"""No calls derived ahead of time."""
+"""No calls derived ahead of time; see :class:`Passes`."""
 
 
 class Passes:
     """Opens the exchange of each pass of one rank.
 
-    ``step`` is the number of the bind, the same on all ranks. ``calls`` are this rank's calls by (mask, backward), as
-    far as they were derived ahead of time.
+    ``timeout`` is the time limit of waits between CPU ranks. ``step`` is the number of the bind, the same on all ranks.
+    ``calls`` are this rank's calls by (mask, backward), as far as they were derived ahead of time; they are ignored if
+    ``settings`` replace the plan's calls.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Passes:
     ) -> None:
         self.plan, self.rank, self.settings = plan, rank, settings
         self.collectives = Collectives(group, timeout, step)
-        """The ranks of the step, and whether they still agree."""
+        """Exchanges with the other ranks of the step outside attention; after a failure they refuse further ones."""
         self.host_exchange: type[HostExchange] = HostExchange
         """The exchange that CPU ranks use; tests replace it with a slow one."""
         self.count = 0
@@ -57,8 +58,10 @@ class Passes:
         sent: list[int],
         calls: tuple[tuple[Call, ...], ...] | None = None,
     ) -> Exchange:
-        """Open the exchange of the next pass. Bytes sent to each rank are added to ``sent``; ``calls``, if given,
-        replace the plan's.
+        """Open the exchange of the next pass, for one mask (its index in the plan) and direction.
+
+        Bytes sent to each rank are added to ``sent``; ``calls``, if given, replace the plan's. Raises RuntimeError
+        after a failed pass.
         """
         wire = self.collectives.wire(sent)
         self.count += 1
@@ -69,7 +72,7 @@ class Passes:
         return transport_for(device, self.host_exchange)(wire, this, stages)
 
     def calls(self, mask: int, backward: bool) -> tuple[tuple[Call, ...], ...]:
-        """Return this rank's calls in each stage for a mask and direction, derived on first use."""
+        """Return, for each stage, this rank's calls for a mask and direction, derived on first use."""
         key = (mask, backward)
         if key not in self._calls:
             self._calls[key] = rank_calls(self.plan, self.rank, mask, backward, self.settings)

@@ -37,24 +37,26 @@ def agree(
     calls: CallSettings = AS_PLANNED,
     cluster: Cluster | None = None,
 ) -> int:
-    """Wait until every rank of ``group`` has called this with the same plan hash and settings, and return the number of
-    this bind; raise RuntimeError within ``timeout`` if a rank differs or does not come.
+    """Wait until every rank of ``group`` has called this with the same plan hash; return the number of this bind.
 
-    A rank that found a ``mistake`` of its own raises it as ValueError; the other ranks raise it too instead of waiting.
-    ``cluster`` is the plan's: if one of its nodes spans several hosts, all ranks raise ValueError.
+    Binds count from 1. Raises RuntimeError if a rank has another hash (``digest``), other settings (``calls``) or
+    another version of flexcp, or does not come within ``timeout``. A rank that found a ``mistake`` of its own raises it
+    as ValueError, and the other ranks raise RuntimeError with it instead of waiting. ``cluster`` is the plan's: if the
+    ranks of one of its nodes are on several hosts, all ranks raise ValueError.
     """
     return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls, cluster))
 
 
 def said_by_all(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
-    """Exchange a string with every rank under ``name`` and return the strings of all ranks, in rank order; raise
-    RuntimeError if a rank does not call this within ``timeout``.
+    """Exchange a string with every rank under the key ``name``, and return the strings of all ranks, in rank order.
+
+    Raises RuntimeError if a rank does not call this within ``timeout``; the message includes the rank's failure notes.
     """
     return through_store(timeout, lambda: _say(name, said, notes, timeout))
 
 
 def _say(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
-    """Run :func:`said_by_all` in the thread that uses the store."""
+    """Do what :func:`said_by_all` does, in the thread that uses the store."""
     store, size = notes.group.get_group_store(), dist.get_world_size(notes.group)
     keys = [f"flexcp/said/{name}/{rank}" for rank in range(size)]
     gone = f"flexcp/said/{name}/left"
@@ -83,7 +85,7 @@ def _meet(
     calls: CallSettings,
     cluster: Cluster | None,
 ) -> int:
-    """Run :func:`agree` in the thread that uses the store."""
+    """Do what :func:`agree` does, in the thread that uses the store."""
     store = group.get_group_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = int(store.add(f"flexcp/binds/{rank}", 1))
@@ -125,7 +127,10 @@ def _meet(
 
 
 def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) -> str:
-    """Return the message on how this rank's entry (``mine``) differs from that of rank ``other`` (``theirs``)."""
+    """Return a message on how this rank's entry (``mine``) differs from that of rank ``other`` (``theirs``).
+
+    An entry is the plan's hash, the call settings, and the versions of flexcp and its plan format, separated by blanks.
+    """
     mine, *my_calls, my_version, my_format = mine.split(" ")
     theirs, *their_calls, their_version, their_format = theirs.split(" ")
     if (my_version, my_format) != (their_version, their_format):

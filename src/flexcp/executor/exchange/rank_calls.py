@@ -1,5 +1,4 @@
-"""Rank calls: which messages, or ranges of messages, a rank posts together in each stage, derived from the plan as
-integers.
+"""Rank calls: which messages, or ranges of messages, a rank posts together in each stage, as integers.
 
 A stage is issued as the plan says (:mod:`flexcp.plan.issue`): in one call of whole messages, so that everything starts
 at once and the transport shares the links, or in conflict-free rounds, one or more to a call. Chunks of a message that
@@ -24,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 class MessageRange(NamedTuple):
-    """Bytes ``start..stop`` of the stage's message to or from ``peer``."""
+    """Bytes ``start <= b < stop`` of the stage's message to or from ``peer``."""
 
     peer: int
     start: int
@@ -33,7 +32,7 @@ class MessageRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank posts together: call ``number`` of its stage, the same on all ranks."""
+    """What a rank posts together: call ``number`` of a stage, whose numbers mean the same calls on all ranks."""
 
     number: int
     receives: tuple[MessageRange, ...]
@@ -42,9 +41,12 @@ class Call:
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Settings that replace the plan's calls: ``rounds_per_call`` is the number of rounds in one call (0: everything
-    that moves in a stage; None: as the plan says), ``chunk_bytes`` the most bytes of a chunk (None: chosen by
-    :mod:`flexcp.plan.rounds`).
+    """Settings that replace the plan's choice of what is posted together.
+
+    ``rounds_per_call`` is how many conflict-free rounds of transfers one call has (0: everything that moves in a stage
+    is one call; None: as the plan says). ``chunk_bytes`` is the most bytes of the chunks into which messages are cut
+    for rounds (None: chosen by :mod:`flexcp.plan.rounds`); it needs ``rounds_per_call`` of at least 1. Other values
+    raise ValueError.
     """
 
     rounds_per_call: int | None = None
@@ -67,8 +69,9 @@ AS_PLANNED = CallSettings()
 def rank_calls(
     plan: Plan, rank: int, mask: int, backward: bool, settings: CallSettings = AS_PLANNED
 ) -> tuple[tuple[Call, ...], ...]:
-    """Return the calls of ``rank`` in each stage of a program. Calls in which it neither sends nor receives are left
-    out.
+    """Return, for each stage of the program of a mask and direction, the calls of ``rank``.
+
+    Calls in which the rank neither sends nor receives are left out.
     """
     program = plan.programs[mask][backward]
     rounds = settings.rounds_per_call

@@ -53,10 +53,13 @@ class ExchangeError(RuntimeError):
 
 
 class Subject(Protocol):
-    """What an exchange is for, a pass or a call outside attention: both ranks must agree on it, and errors name it."""
+    """What an exchange is for: a pass of attention, or a collective call outside attention.
+
+    Both ranks of a message must agree on it, and errors name it.
+    """
 
     def tag(self, stage: int, call: int) -> int:
-        """Return the tag of the messages of a call."""
+        """Return the tag of the messages of a stage's call; only gloo uses tags."""
 
     @property
     def stamp(self) -> int:
@@ -67,7 +70,10 @@ class Subject(Protocol):
 
 
 def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
-    """Return a tag made of the lowest bits of each value, from (value, bits) pairs."""
+    """Return a tag made of the lowest bits of each value, given as (value, bits), the first value in the highest bits.
+
+    ``((1, 1), (5, 3))`` gives ``0b1101``.
+    """
     found = 0
     for value, bits in widths:
         found = found << bits | value % (1 << bits)
@@ -76,7 +82,11 @@ def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
 
 @dataclass(frozen=True)
 class PassLabel:
-    """The pass and step that messages belong to; a :class:`Subject`."""
+    """The pass and step that messages belong to; a :class:`Subject`.
+
+    ``number`` is the number of the pass in its step, ``mask`` the index of its mask in the plan, and ``stages`` the
+    number of stages of the pass.
+    """
 
     step: int
     number: int
@@ -106,10 +116,11 @@ class PassLabel:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an exchange needs to talk to other ranks: the group (None for one rank), the bytes sent to each rank so far,
-    the time limit, and the notes on failures.
+    """What an exchange needs to talk to other ranks: the group (None for one rank), and what to do on failure.
 
-    ``failed`` is called with the reason when an exchange ends with any error; nothing can be exchanged after that.
+    ``sent`` has the bytes sent to each rank so far; exchanges add to it. ``timeout`` limits each wait between CPU
+    ranks. ``notes`` are the failure notes of all ranks. ``failed`` is called with the reason when an exchange of
+    several ranks ends with any error; nothing can be exchanged after that.
     """
 
     group: dist.ProcessGroup | None
@@ -120,13 +131,16 @@ class Wire:
 
 
 class Exchange:
-    """The messages of one pass. Use it as a context manager: ``post`` the stages in order, call ``arrived`` for each
-    stage, and ``finish`` at the end.
+    """The messages of one pass, or of one collective call.
+
+    Use it as a context manager: ``post`` the stages in order, call ``arrived`` for each stage, and ``finish`` at the
+    end.
     """
 
     own_collectives: ClassVar[bool]
-    """Whether sums and gathers outside attention use the group's own collectives; else they are made of messages
-    between pairs of ranks.
+    """Whether sums and gathers outside attention use the group's own collectives.
+
+    Otherwise they are made of messages between pairs of ranks.
     """
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
@@ -134,17 +148,19 @@ class Exchange:
         self._arriving: dict[int, Buffers] = {}
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
-        """Start all transfers of a stage."""
+        """Start all transfers of a stage: send the messages of ``sends`` and fill those of ``receives``."""
         raise NotImplementedError
 
     def arrived(self, stage: int) -> Buffers | None:
-        """Wait until the messages of a stage have arrived and this rank's own have left; return those that arrived,
-        or None if the stage was never posted.
+        """Wait until the messages of a stage have arrived and those that this rank sends in it have left.
+
+        Returns the messages that arrived, or None if the stage was never posted. On a GPU only the current CUDA stream
+        waits.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until all messages of this rank have left."""
+        """Wait until all messages of this rank have left (on a GPU, only the current CUDA stream waits)."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -162,7 +178,7 @@ class Exchange:
 
 
 class DeviceExchange(Exchange):
-    """Calls that are queued on the device, by NCCL."""
+    """An exchange by NCCL, whose calls are queued on the device."""
 
     own_collectives = True
 
@@ -204,7 +220,10 @@ class DeviceExchange(Exchange):
         self._sending, self._own_stamps = [], []
 
     def _stamp(self, stage: int, call: Call, device: torch.device) -> list[dist.P2POp]:
-        """Return the operations that exchange stamps with those peers of a call that had none in this pass yet."""
+        """Return the operations that exchange stamps with those peers of a call that had none in this pass yet.
+
+        A stamp is a number of 8 bytes that identifies the pass; ``arrived`` compares received ones with this rank's.
+        """
         new: list[list[int]] = []
         for side, done in zip((call.receives, call.sends), self._stamped, strict=True):
             new.append([peer for peer in dict.fromkeys(part.peer for part in side) if peer not in done])
@@ -222,7 +241,7 @@ class DeviceExchange(Exchange):
         return operations
 
     def _mixed_up(self, stage: int) -> str:
-        """Return the message of the device's assertion, which has at most 255 characters."""
+        """Return the message of the device's assertion on a wrong stamp; it may have at most 255 characters."""
         return f"flexcp: ranks are out of step: messages of another call arrived in {self.this.where(stage)}"[:255]
 
     def _point(self, kind: Callable[..., dist.Work | None], message: Tensor, peer: int) -> dist.P2POp:
@@ -249,8 +268,9 @@ _Legs = list[tuple[_Leg, dist.Work]]
 
 
 class HostExchange(Exchange):
-    """Calls between CPU ranks, by gloo; every wait has a time limit. Tests slow it down by overriding ``send`` and
-    ``receive``.
+    """An exchange between CPU ranks, by gloo; every wait has a time limit.
+
+    A failed send or receive raises :class:`ExchangeError`. Tests slow it down by overriding ``send`` and ``receive``.
     """
 
     own_collectives = False
@@ -295,19 +315,22 @@ class HostExchange(Exchange):
             self._wait(legs, deadline)
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send a message to a peer."""
+        """Start to send a message to a peer, and return the handle to wait for."""
         work = dist.isend(message, group=self.wire.group, tag=tag, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive a message from a peer."""
+        """Start to receive a message from a peer, and return the handle to wait for."""
         work = dist.irecv(message, group=self.wire.group, tag=tag, group_src=peer)
         assert work is not None
         return work
 
     def _carry(self, stage: int, calls: tuple[Call, ...], messages: tuple[dict[int, Tensor], ...]) -> None:
-        """Post the second and later calls of a stage, each when the one before it is done; runs in the courier."""
+        """Post the second and later calls of a stage, each when the one before it is done; runs in a thread of its own.
+
+        Errors are stored, and ``arrived`` raises them.
+        """
         try:
             for call in calls[1:]:
                 deadline = time.monotonic() + self._patience
@@ -334,7 +357,10 @@ class HostExchange(Exchange):
                     self.wire.sent[part.peer] += part.stop - part.start
 
     def _wait(self, posted: _Legs, deadline: float) -> None:
-        """Wait until all posted sends or receives are done, at most until the deadline, and empty the list."""
+        """Wait until all posted sends or receives are done, at most until the deadline, and empty the list.
+
+        ``deadline`` is a time of ``time.monotonic()``. Raises :class:`ExchangeError` if one fails or takes too long.
+        """
         for leg, work in posted:
             self._waiting_for[leg.stage] = leg
             try:
@@ -344,7 +370,10 @@ class HostExchange(Exchange):
         posted.clear()
 
     def _error(self, leg: _Leg, reason: str) -> ExchangeError:
-        """Leave a note and return the error to raise: the peer, the stage, the reason, and the notes of other ranks."""
+        """Leave a failure note and return the error to raise.
+
+        Its message has the peer, the stage, the reason, and what other ranks' notes say.
+        """
         wish = f"send to rank {leg.peer}" if leg.sends else f"receive from rank {leg.peer}"
         text = f"could not {wish} in {self.this.where(leg.stage)}"
         limit = f"{self._patience:g} s (of {self.wire.timeout.total_seconds():g} s, the rest is for asking why)"

@@ -78,7 +78,7 @@ HOMES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The scalars of an attention call: logits are ``softcap(scale * q.k)``."""
+    """The scalars of an attention call; logits are ``scale * q.k``, or ``softcap * tanh(scale * q.k / softcap)``."""
 
     scale: float
     softcap: float | None = None
@@ -87,11 +87,12 @@ class Settings:
     sm_margin: int = 0
     """Multiprocessors that the kernel leaves free, for communication kernels."""
     fresh: bool = False
-    """Whether output, LSE and dq are uninitialised memory, to be written and not added to. The slices then touch every
-    row of them.
+    """Whether output, LSE and dq are uninitialised memory, to be written and not added to.
+
+    The slices of the work list must then touch every row of them.
     """
     open_dq: bool = False
-    """Whether dq may be left open, for the kernel's ``close_dq`` to finish."""
+    """Whether the kernel may leave dq *open*, in an order and scale of its own, for its ``close_dq`` to finish."""
 
 
 class Kernel(Protocol):
@@ -109,8 +110,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two partial attentions of the same rows and return output and LSE. Rows that see no key in either (LSE
-    -inf) stay zero.
+    """Merge two partial attentions of the same rows, over different keys, and return their joint output and LSE.
+
+    Rows that see no key in either stay zero, with an LSE of -inf.
     """
     total = torch.logaddexp(lse, more_lse)
     seen = torch.where(total == -torch.inf, 0.0, total)
@@ -119,7 +121,7 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple
 
 
 def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge a partial attention of the same rows into ``out`` and ``lse``, in place."""
+    """Merge a partial attention of the same rows, over other keys, into ``out`` and ``lse``, in place."""
     total_out, total_lse = merge(out, lse, more_out, more_lse)
     out.copy_(total_out)
     lse.copy_(total_lse)
@@ -134,8 +136,9 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which ``device`` is the current one: Triton launches on the current device and its stream,
-    wherever its arguments are.
+    """Return a context in which ``device`` is the current CUDA device; it does nothing for other devices.
+
+    Triton launches on the current device and its stream, wherever its arguments are.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

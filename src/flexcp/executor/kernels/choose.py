@@ -1,4 +1,6 @@
-"""Choose: select the kernel that runs, and say why. The first kernel of this table that supports the tensors is used:
+"""Choose: select the kernel that runs, and say why.
+
+The first kernel of this table that supports the tensors is used:
 
     CPU tensors           cpu      plain torch
     CUDA, Hopper          fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
@@ -43,9 +45,10 @@ def choose_kernel(
     v_head_dim: int | None = None,
     kernel: str | None = None,
 ) -> Choice:
-    """Return the kernel for tensors like these, and the reason. ``kernel`` overrides the choice.
+    """Return the kernel for tensors like these, and the reason; ``kernel`` overrides the choice.
 
-    Raises NotImplementedError if no kernel, or not the given one, supports them.
+    ``v_head_dim`` is ``head_dim`` by default. Raises NotImplementedError if no kernel, or not the given one, supports
+    such tensors, and ValueError if no kernel has the given name.
     """
     device = torch.device(device)
     sizes = (head_dim, head_dim if v_head_dim is None else v_head_dim)
@@ -78,7 +81,7 @@ def choose_kernel(
 
 
 def _instead(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str:
-    """Return the sentence that names the kernel which would run without ``kernel=``; "" if none would."""
+    """Return the end of a message that names the kernel which would run without ``kernel=``; "" if none would."""
     try:
         return f". Without kernel= the {choose_kernel(device, dtype, head_dim, v_head_dim).kernel} kernel runs"
     except NotImplementedError:
@@ -86,7 +89,7 @@ def _instead(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 def why_not(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Return why a kernel cannot run tensors like these; None if it can."""
+    """Return why a kernel cannot run tensors like these; None if it can. An unknown name raises ValueError."""
     if kernel in NEED_TRITON and not has_triton():
         return "Triton is not installed (pip install triton)"
     try:

@@ -34,7 +34,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``."""
+    """Add the attention of the slices to the running ``out`` and ``lse``, in place."""
     work = _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, q_THD.shape[1]):
         s_GRK, _, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)
@@ -59,7 +59,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    """Add the gradients of the slices to ``dq``, ``dk`` and ``dv``, in place."""
     heads, groups, work = q_THD.shape[1], k_TGD.shape[1], _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, heads):
         s_GRK, slope, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)
@@ -81,9 +81,10 @@ def backward(
 
 
 def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, int] | None]]:
-    """Yield the tiles of all slices: (rows, keys, the band relative to them, or None if all rows see all keys).
+    """Yield the tiles of all slices as (rows, keys, band), for ``heads`` query heads.
 
-    Every row of a slice, which must be trimmed, sees a key.
+    ``band`` is the lowest and the highest ``key - row`` that attends, both counted from the tile's first key and row,
+    or None if all rows see all keys. Slices must be trimmed, so that every row of them sees a key.
     """
     for q0, q1, k0, k1, lo, hi in slices.tolist():
         row = q0
@@ -100,8 +101,10 @@ def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, 
 def _logits(
     q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the masked logits, the derivative of the softcap (None without one), and the hidden pairs ``[head in group
-    x row, key]`` (None if there are none).
+    """Return the masked logits, the derivative of the softcap, and the hidden pairs.
+
+    The derivative is None without a softcap. The hidden pairs are a boolean matrix ``[head in group x row, key]``, or
+    None if there are none.
     """
     groups, work = k.shape[1], _working_dtype(k.dtype)
     s_GRK = _stacked(q, groups, work) @ _by_group(k, work).transpose(1, 2) * settings.scale
@@ -117,19 +120,17 @@ def _logits(
 
 
 def _working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tile is computed: one step above its inputs, so that its rounding is far below
-    theirs.
-    """
+    """Return the dtype in which a tile is computed: one step above its inputs, float64 for float32 and float64."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _by_group(x_TGD: Tensor, work: torch.dtype) -> Tensor:
-    """Return ``[group, row, D]`` in the working dtype."""
+    """Return keys or values as ``[group, row, D]`` in the working dtype."""
     return x_TGD.transpose(0, 1).to(work)
 
 
 def _stacked(x_THD: Tensor, groups: int, work: torch.dtype) -> Tensor:
-    """Return ``[group, head in group x row, D]`` in the working dtype."""
+    """Return queries as ``[group, head in group x row, D]`` in the working dtype."""
     split: Tensor = x_THD.to(work).unflatten(1, (groups, -1))
     return split.permute(1, 2, 0, 3).flatten(1, 2)
 

@@ -1,10 +1,9 @@
-"""The fa4 kernel: FlashAttention-4 for the work lists on which it is faster, the CuTe kernel for all others
-(``flexcp[fa4]``). It has the interface of :mod:`flexcp.executor.kernels`.
+"""The fa4 kernel (``flexcp[fa4]``): FlashAttention-4 for the work lists on which it is faster, else the CuTe kernel.
 
-A *simple* list (:mod:`flexcp.executor.kernels.fa4_lists`) can be one call of FlashAttention-4. Which kernel runs it is
-decided for each direction when the list is made, by estimated cost; nothing is timed during training. The CuTe kernel
-computes everything else: other lists, results that several lists add to, calls with a softcap, an SM margin or
-deterministic gradients, and forwards with sinks.
+It has the interface of :mod:`flexcp.executor.kernels`. A *simple* list (:mod:`flexcp.executor.kernels.fa4_lists`) can
+be one call of FlashAttention-4. Which kernel runs it is decided for each direction when the list is made, by estimated
+cost; nothing is timed during training. The CuTe kernel computes everything else: other lists, results that several
+lists add to, calls with a softcap, an SM margin or deterministic gradients, and forwards with sinks.
 
 FlashAttention-4 is a pre-release, and its functions that take and return an LSE are not public. :func:`supports` checks
 that they have the parameters which are used here.
@@ -45,7 +44,10 @@ useful_share = cute_kernel.useful_share
 
 
 class Fa4Work(CuteWork):
-    """A work list that knows whether FlashAttention-4 runs it, forward and backward (``foreign``)."""
+    """A work list that also knows whether FlashAttention-4 is faster on it: ``foreign`` is (forward, backward).
+
+    ``form`` is the list as one call of FlashAttention-4, or None if it cannot be one.
+    """
 
     def __init__(
         self,
@@ -116,7 +118,10 @@ def prepare(
     begins: Ints = NO_ROWS,
     finishes: Ints = NO_ROWS,
 ) -> Fa4Work:
-    """Make the work list of ``slices``, for every layer and for forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward.
+
+    Raises NotImplementedError if the kernel does not support the device or head sizes.
+    """
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -133,8 +138,10 @@ def forward(
     lse_TH: Tensor,
     finished_THV: Tensor | None = None,
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them. Rows that the list
-    finishes are written to ``finished``, if given.
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them.
+
+    Rows that the list finishes (no later list adds to them) are written to ``finished`` instead of ``out``, if it is
+    given.
     """
     call = work.call(q_THD, k_TGD, False, settings) if settings.fresh and out_THV.dtype == q_THD.dtype else None
     if call is None:
@@ -176,5 +183,8 @@ def _batched(work: Fa4Work, *tensors: Tensor) -> list[Tensor]:
 
 
 def _by_head(work: Fa4Work, rows_TH: Tensor) -> Tensor:
-    """Return statistics in the layout of FlashAttention-4, float32 ``[heads, rows]``."""
+    """Return statistics (LSE or its gradient) in the layout of FlashAttention-4, float32 ``[heads, rows]``.
+
+    With one document there is a batch dimension of 1 in front.
+    """
     return _batched(work, rows_TH.float().T.contiguous())[0]

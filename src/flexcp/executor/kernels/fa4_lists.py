@@ -21,22 +21,26 @@ BLOCK = 128
 OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
 ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
 DOCUMENTS_PRICES = ((0.91, 3.95, 0.0), (1.0, 7.4, 2700.0))
-"""Prices of the CuTe kernel, and of FlashAttention-4 on one document and on several documents. Each is (forward,
-backward), and each direction has the price of a block (128 queries x 128 keys of one head), the extra price of a tile
-of 128 queries, and the price of a call, in blocks of the CuTe kernel. They were set by hand to match the measured
-ratios of eight workloads on an H200.
+"""Prices of the CuTe kernel, and of FlashAttention-4 on one document and on several documents.
+
+Each is (forward, backward), and each direction has the price of a block (128 queries x 128 keys of one head), the extra
+price of a tile of 128 queries, and the price of a call, in blocks of the CuTe kernel. They were set by hand to match
+the measured ratios of eight workloads on an H200.
 """
 HOST_BLOCKS = (32_000.0, 12_000.0)
-"""How many blocks the GPU computes, forward and backward, while the host makes one call of FlashAttention-4. Such a
-call takes some 400 microseconds on the host of an H200, one of the CuTe kernel 60. With less work the GPU would wait
-for the host.
+"""How many blocks the GPU computes, forward and backward, while the host makes one call of FlashAttention-4.
+
+Such a call takes some 400 microseconds on the host of an H200, one of the CuTe kernel 60. With less work the GPU would
+wait for the host.
 """
 
 
 @dataclass(frozen=True)
 class Form:
-    """A simple list: the borders of its documents in rows and keys, and the window that they share (None: no limit on
-    that side).
+    """A list that can be one call of FlashAttention-4: the borders of its documents in rows and keys, and their window.
+
+    ``[0, 3, 5]`` are the borders of documents of 3 and 2 rows. ``left`` and ``right`` are how far the window reaches
+    from the diagonal through a document's last row and last key; None means no limit on that side.
     """
 
     rows_at: Ints
@@ -53,9 +57,10 @@ class Form:
 
 
 def form_of(slices: Ints) -> Form | None:
-    """Return the slices as one call of FlashAttention-4, or None if the list is not simple.
+    """Return the slices as one call of FlashAttention-4, or None if one call cannot compute them.
 
-    FlashAttention's windows count from the diagonal through a document's last row and last key.
+    They must be whole documents, end to end in rows and keys, under one window. FlashAttention's windows count from the
+    diagonal through a document's last row and last key.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]
@@ -82,7 +87,10 @@ def form_of(slices: Ints) -> Form | None:
 
 
 def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
-    """Return whether FlashAttention-4 is estimated to be faster than the CuTe kernel: (forward, backward)."""
+    """Return whether FlashAttention-4 is estimated to be faster than the CuTe kernel: (forward, backward).
+
+    ``pairs`` is the number of (query, key) pairs that attend, for one head; ``heads`` is the number of query heads.
+    """
     counts = np.array([pairs / BLOCK**2 * heads, (-(-np.diff(form.rows_at) // BLOCK)).sum() * heads, 1.0])
     theirs = ONE_DOCUMENT_PRICES if len(form.rows_at) == 2 else DOCUMENTS_PRICES
     forward, backward = (

@@ -12,10 +12,9 @@ from torch import Tensor
 
 
 def seen_product(weights: Tensor, hidden: Tensor | None, rows: Tensor) -> Tensor:
-    """Return ``weights @ rows``. The weights of ``hidden`` pairs must be zero; these pairs have no effect even if
-    ``rows`` holds NaN or infinity.
+    """Return ``weights @ rows``, on which hidden pairs have no effect even if ``rows`` holds NaN or infinity.
 
-    ``hidden`` is boolean and broadcasts to the shape of the weights; None hides nothing.
+    ``hidden`` is boolean and broadcasts to the shape of the weights, which must be zero there; None hides nothing.
     """
     if hidden is None or bool(torch.isfinite(rows).all()):
         return weights @ rows

@@ -1,5 +1,4 @@
-"""The reference kernel: dense attention in plain torch on one page, slow and easy to check; tests compare every faster
-kernel with it.
+"""The reference kernel: dense attention in plain torch, slow and easy to check; tests compare other kernels with it.
 
 Products accumulate in the accumulator dtype. Probabilities are rounded to the dtype of the inputs before they are
 multiplied with the values, as low-precision kernels do.
@@ -29,7 +28,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``."""
+    """Add the attention of the slices to the running ``out`` and ``lse``, in place."""
     share = q_THD.shape[1] // k_TGD.shape[1]
     logits_HQK, _, hidden_QK = _logits(q_THD, k_TGD, slices, settings)
     lse_HQ = torch.logsumexp(logits_HQK, dim=-1)
@@ -52,7 +51,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    """Add the gradients of the slices to ``dq``, ``dk`` and ``dv``, in place."""
     groups, share = k_TGD.shape[1], q_THD.shape[1] // k_TGD.shape[1]
     logits_HQK, slope_HQK, hidden_QK = _logits(q_THD, k_TGD, slices, settings)
     lse_TH, delta_TH = (x.to(accumulator_dtype(q_THD.dtype)) for x in (lse_TH, delta_TH))
@@ -71,12 +70,12 @@ def backward(
 
 
 def _by_head(x_THD: Tensor) -> Tensor:
-    """Return ``[head, row, D]`` in the accumulator dtype."""
+    """Return the tensor as ``[head, row, D]`` in the accumulator dtype."""
     return x_THD.transpose(0, 1).to(accumulator_dtype(x_THD.dtype))
 
 
 def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the masked logits, the derivative of the softcap, and a boolean matrix of the hidden pairs."""
+    """Return the masked logits, the derivative of the softcap (1 without one), and a boolean matrix of hidden pairs."""
     share = q_THD.shape[1] // k_TGD.shape[1]
     s_HQK = _by_head(q_THD) @ _by_head(k_TGD).repeat_interleave(share, 0).transpose(1, 2) * settings.scale
     slope_HQK = torch.ones_like(s_HQK)
@@ -88,7 +87,7 @@ def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> t
 
 
 def dense_mask(slices: Ints, queries: int, keys: int) -> Tensor:
-    """Return the pairs of the slices as a boolean matrix ``[queries, keys]``."""
+    """Return a boolean matrix ``[queries, keys]`` that is true for the (query, key) pairs of the slices."""
     q, k = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     seen = torch.zeros(queries, keys, dtype=torch.bool)
     for *corners, lo, hi in slices.tolist():

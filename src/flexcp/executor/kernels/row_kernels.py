@@ -24,8 +24,11 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
-    """Copy row runs in words of ``word`` bytes. Each column of the table is a run: pair, from, to, length, rows, step
-    from, step to. ``longest`` is the longest row.
+    """Copy row runs (rows of equal length, at equal distances) between tensors, in words of ``word`` bytes.
+
+    Each column of the table is a run: the index of its (source, target) pair, first word in the source, first word in
+    the target, words of a row, number of rows, and the distances of rows in source and target. ``longest`` is the
+    longest row in words.
     """
     if table_7n.shape[1]:
         kind, wide = WORDS[word], 2 if word == 16 else 1
@@ -36,8 +39,9 @@ def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
 
 
 def add_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.dtype, longest: int, add: bool) -> None:
-    """Copy row runs like :func:`copy_rows`, counted in elements and converted from the source's to the target's dtype;
-    with ``add`` they are added to the target.
+    """Copy row runs like :func:`copy_rows`, but counted in elements and converted to the target's dtype.
+
+    With ``add`` they are added to the target instead.
     """
     if table_7n.shape[1]:
         block, kinds = _block(longest), (NUMBERS[source], NUMBERS[target])
@@ -47,10 +51,10 @@ def add_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.
 def merge_rows(
     source: Tensor, target: Tensor, source_lse: Tensor, target_lse: Tensor, table_10n: Tensor, heads: int, width: int
 ) -> None:
-    """Merge rows of outputs, ``width`` elements per head, into the target by their LSEs.
+    """Merge rows of partial attention outputs, ``width`` elements per head, into the target by their LSEs, in place.
 
-    Each column of the table is a run: rows, heads, then the first element and the step of source, target, source LSE
-    and target LSE. ``heads`` is the most heads of any run.
+    Each column of the table is a run of rows: number of rows, heads of a row, then the first element and the step from
+    row to row of source, target, source LSE and target LSE. ``heads`` is the most heads of any run.
     """
     if table_10n.shape[1]:
         tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
@@ -60,7 +64,7 @@ def merge_rows(
 
 
 def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH: Tensor) -> None:
-    """Write ``rowsum(do * out) - dlse`` to ``delta``."""
+    """Write ``rowsum(do * out) - dlse`` to ``delta``; without ``dlse`` nothing is subtracted."""
     tokens, heads, width = out_THV.shape
     if tokens:
         do_THV, out_THV = (x if x.stride(2) == 1 else x.contiguous() for x in (do_THV, out_THV))
@@ -85,13 +89,14 @@ def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH
 
 
 def _block(longest: int) -> int:
-    """Return the block size of a launch by its longest row."""
+    """Return how many elements a launch moves at once, from its longest row: a power of two from 128 to 1024."""
     return int(min(LONGEST_BLOCK, max(128, triton.next_power_of_2(longest))))
 
 
 def _addresses(pairs: Pairs) -> list[int]:
-    """Return the addresses of the tensors as integers, filled up to ``PAIRS`` pairs. With integers, tensors of every
-    dtype share one compiled kernel.
+    """Return the addresses of the tensors as integers, filled up to ``PAIRS`` pairs.
+
+    With integers, tensors of every dtype share one compiled kernel.
     """
     found = [x.data_ptr() for pair in pairs for x in pair]
     return found + found[:2] * (PAIRS - len(pairs))

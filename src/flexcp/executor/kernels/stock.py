@@ -34,17 +34,18 @@ RAGGED = "triton"
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16)
 SMALLEST_CALL = 1 << 20
-"""The least pairs of a call; with fewer its launches and its merge cost more than they gain."""
+"""The fewest (query, key) pairs of a call; with fewer its launches and its merge cost more than they gain."""
 MOST_CALLS = 8
-"""The most calls of a work list."""
+"""The most FlashAttention calls of a work list."""
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of FlashAttention: slices of one window, ascending in rows and keys.
 
-    ``rows_at`` and ``keys_at`` are the borders of its sequences, ``row_touched`` and ``key_touched`` say which rows and
-    keys are in a slice.
+    ``window`` is (left, right) in FlashAttention's convention, -1 for no limit. ``rows_at`` and ``keys_at`` are the
+    borders of the sequences (``cu_seqlens``), the longest of which have ``longest_rows`` and ``longest_keys``.
+    ``row_touched`` and ``key_touched`` say which rows and keys are in a slice.
     """
 
     window: tuple[int, int]
@@ -58,8 +59,9 @@ class Call:
 
 
 class WorkList:
-    """Slices as FlashAttention calls and a rest for the Triton kernel. The Triton work lists of the rest (``ragged``)
-    and of all slices (``whole``) are made when they are first needed.
+    """Slices as FlashAttention calls (``dense``) and a rest for the Triton kernel.
+
+    The Triton work lists of the rest (``ragged``) and of all slices (``whole``) are made when they are first needed.
     """
 
     def __init__(self, slices: Ints, sizes: tuple[int, int, int, int], device: torch.device) -> None:
@@ -68,7 +70,7 @@ class WorkList:
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
     def calls(self, rows: int, keys: int) -> list[Call]:
-        """Return the calls over tensors of so many rows and keys."""
+        """Return the FlashAttention calls over tensors of this many rows and keys, made on first use."""
         if (rows, keys) not in self._calls:
             made = [_call(window, slices, rows, keys, self.device) for window, slices in self.dense]
             self._calls[rows, keys] = made
@@ -99,7 +101,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> WorkList:
-    """Split the slices into calls and a rest."""
+    """Make the work list: split the slices into FlashAttention calls and a rest for the Triton kernel."""
     trimmed = masks.trim(slices.reshape(-1, 6))
     return WorkList(trimmed[~masks.is_empty(trimmed)], (heads, kv_heads, head_dim, v_head_dim), device)
 
@@ -107,7 +109,7 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: WorkList, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``."""
+    """Add the attention of the work list's slices to the running ``out`` and ``lse``, in place."""
     if settings.softcap is not None:
         find_kernel(RAGGED).forward(q_THD, k_TGD, v_TGV, work.whole, settings, out_THV, lse_TH)
         return
@@ -132,7 +134,7 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    """Add the gradients of the work list's slices to ``dq``, ``dk`` and ``dv``, in place."""
     inputs, results = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH), (dq_THD, dk_TGD, dv_TGV)
     if settings.softcap is not None or settings.deterministic:
         find_kernel(RAGGED).backward(*inputs, work.whole, settings, *results)
@@ -181,8 +183,9 @@ def _ascending(slices: Ints) -> list[Ints]:
 
 
 def _call(window: tuple[int, int], slices: Ints, rows: int, keys: int, device: torch.device) -> Call:
-    """Make a call whose sequences cover all rows and all keys in order; gaps become sequences without keys or without
-    rows.
+    """Make a call whose sequences cover all ``rows`` and all ``keys`` in order.
+
+    Gaps between slices become sequences without keys or without rows.
     """
     row, key, at = 0, 0, [(0, 0)]
     row_touched, key_touched = np.zeros(rows, bool), np.zeros(keys, bool)
@@ -225,7 +228,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[T
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, call: Call, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward of a call with the complete LSE and return dq, dk and dv."""
+    """Run the backward of a call with the complete LSE, float32 ``[H, T]``, and return dq, dk and dv."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         do,
@@ -249,8 +252,9 @@ def attend_backward(
 
 
 def stand_in(do_THV: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (do, out) with rowsum(do * out) = delta; ``do`` is changed only in rows where it is zero and delta is
-    not.
+    """Return (do, out) with rowsum(do * out) = delta, for a FlashAttention backward that computes delta itself.
+
+    ``do`` is changed only in rows where it is zero and delta is not.
     """
     tiny = 2.0**-10 if do_THV.dtype == torch.float16 else 2.0**-40
     wide = do_THV.to(torch.float32, copy=True)

@@ -39,8 +39,10 @@ NO_BORDERS: Ints = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class TileList:
-    """Tiles and their entries as int32 tables (``TILE_COLUMNS``, ``ENTRY_COLUMNS``), the number of rows they cover, and
-    the number of blocks: clear and edge blocks of all tiles, and blocks of the longest tile.
+    """Tiles and their entries, as int32 tables whose columns are named at ``TILE_COLUMNS`` and ``ENTRY_COLUMNS``.
+
+    ``rows`` is the number of rows that the tiles cover, ``clear_blocks`` and ``edge_blocks`` are the blocks of keys
+    without and with a mask in all tiles, and ``longest`` is the number of blocks of the longest tile.
     """
 
     tiles: NDArray[np.int32]
@@ -52,16 +54,16 @@ class TileList:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of all tiles."""
+        """The number of blocks of all tiles, with and without a mask."""
         return self.clear_blocks + self.edge_blocks
 
 
 def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, borders: Ints = NO_BORDERS) -> TileList:
-    """Cut slices into tiles of at most ``height`` rows, with keys in blocks of ``block``. No tile has rows on both
-    sides of one of ``borders``.
+    """Cut slices into tiles of at most ``height`` rows, with keys in blocks of ``block``.
 
-    Without ``odd_clear``, tiles of fewer than ``height`` rows have only edge blocks, for kernels that must mask the
-    missing rows.
+    No tile has rows on both sides of one of ``borders``. Without ``odd_clear``, tiles of fewer than ``height`` rows
+    have only edge blocks, for kernels that must mask the missing rows. Raises ValueError if row numbers do not fit into
+    int32.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]
@@ -83,7 +85,10 @@ def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, bor
 
 
 def useful(slices: Ints, made: TileList, pairs_per_block: int) -> float:
-    """Return which fraction of the pairs in all blocks of a list are pairs of the slices."""
+    """Return the fraction of the (query, key) pairs in all blocks of a list that attend, that is, are in the slices.
+
+    ``pairs_per_block`` is the number of pairs in a block, hidden ones included.
+    """
     return float(masks.area(slices).sum()) / max(1, made.blocks * pairs_per_block)
 
 
@@ -96,7 +101,7 @@ def transposed(slices: Ints) -> Ints:
 
 
 def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
-    """Return the first rows of the tiles and their last rows + 1, ascending."""
+    """Return the first row of each tile, and the last row + 1 of each, ascending."""
     at = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], borders]))
     # Slices that begin at each cut minus those that end there: the running sum counts slices over the rows up to the
     # next cut.
@@ -113,7 +118,7 @@ def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
 
 
 def _joined(start: Ints, stop: Ints, height: int, borders: set[int]) -> tuple[Ints, Ints]:
-    """Join adjacent ranges of rows that together fit into a tile, unless a border is between them."""
+    """Join adjacent ranges of rows that together have at most ``height`` rows, unless a border is between them."""
     runs: list[list[int]] = []
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
         if runs and runs[-1][1] == a and b - runs[-1][0] <= height and a not in borders:
@@ -133,8 +138,9 @@ def _keys_of(slices: Ints, rows: Ints) -> Ints:
 
 
 def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
-    """Return the part of each slice in the rows of its tile as ``ENTRY_COLUMNS``; only tiles of at least ``least`` rows
-    have clear blocks.
+    """Return the part of each slice in the rows of its tile (``start <= row < stop``) as ``ENTRY_COLUMNS``.
+
+    Only tiles of at least ``least`` rows have clear blocks.
     """
     q0, q1 = np.maximum(slices[:, Q0], start), np.minimum(slices[:, Q1], stop)
     lo, hi = slices[:, LO], slices[:, HI]
@@ -149,12 +155,12 @@ def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> I
 
 @dataclass(frozen=True)
 class SegmentList:
-    """A tile list for kernels that walk all blocks of a tile in one loop. Entries are cut into *segments*, ranges of
-    blocks that all need a mask or all do not.
+    """A tile list for kernels that walk all blocks of a tile in one loop.
 
-    Columns of ``tiles``: first row, last row + 1, first segment, number of blocks. Columns of ``segments``: first key,
-    number of blocks, whether they need the mask, lo, hi, end of the slice's keys, q0, q1. The table ends with a row of
-    zeros, so that a kernel may read one segment ahead.
+    Entries are cut into *segments*, ranges of blocks that all need a mask or all do not. Columns of ``tiles``: first
+    row, last row + 1, first segment, number of blocks. Columns of ``segments``: first key, number of blocks, whether
+    they need the mask, lo, hi, end of the slice's keys, q0, q1. The table of segments ends with a row of zeros, so that
+    a kernel may read one segment ahead.
     """
 
     tiles: NDArray[np.int32]
@@ -201,10 +207,10 @@ def segment_list(made: TileList, block: int, longest: int | None = None, descend
 
 
 def split(made: TileList, block: int, longest: int) -> TileList:
-    """Split tiles of more than ``longest`` blocks into several with the same rows, for kernels that add their results
-    to memory.
+    """Split tiles of more than ``longest`` blocks into several with the same rows; a block has ``block`` keys.
 
-    Rows that are in several tiles count several times in ``rows``.
+    This is for kernels that add their results to memory. Rows that are in several tiles count several times in
+    ``rows``.
     """
     entries, tiles = made.entries.astype(np.int64), made.tiles.astype(np.int64)
     total = offsets(-((entries[:, 0] - entries[:, 3]) // block))

@@ -24,7 +24,10 @@ def tables_in(*prepared: Any) -> list[Tensor]:
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors inside an object, without objects whose ids are in ``seen``."""
+    """Yield the tensors inside an object; skip objects whose ids are in ``seen``, and add the ids of visited ones.
+
+    Dicts, lists, tuples and objects of the modules in :data:`HOLDERS` are searched.
+    """
     if id(x) in seen:
         return
     seen.add(id(x))
@@ -41,13 +44,16 @@ def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 class TableStreams:
-    """The CUDA stream of each device that used a step's tables last."""
+    """Remembers, for each device, the CUDA stream that last used a step's tables."""
 
     def __init__(self) -> None:
         self._last: dict[torch.device, torch.cuda.Stream] = {}
 
     def use(self, device: torch.device, tables: Callable[[], list[Tensor]]) -> None:
-        """Make the current stream of ``device`` safe for the tables; call it before they are made or read there."""
+        """Make the current stream of ``device`` safe for the tables; call it before they are made or read there.
+
+        ``tables`` returns the tables; it is called only if another stream used them last. A CPU needs nothing.
+        """
         if device.type != "cuda":
             return
         current, last = torch.cuda.current_stream(device), self._last.get(device)

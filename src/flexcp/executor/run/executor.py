@@ -6,7 +6,8 @@ Slot s does the following, in order:
 2. Post the stages that the plan posts in this slot (by default stage s + 1), so that transfers are always issued before
    the work that hides them.
 3. Compute, leaving free as many multiprocessors as the plan says.
-4. Close the dq that no later slot leaves open.
+4. Close the dq that no later slot leaves open, that is, in a form of the kernel's own
+   (:mod:`flexcp.executor.run.prepared`).
 
 The loop knows no strategy and never waits for the device: on a GPU it only queues work on the current CUDA stream.
 Everything that exists only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known
@@ -40,10 +41,11 @@ WORD = 16
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a pass runs with: shape and dtypes, settings of the kernel, the exchange with other ranks, the arena, and
-    telemetry's watch, if any.
+    """What a pass runs with.
 
-    ``margin``, if given, replaces in every slot the number of multiprocessors that the plan leaves free.
+    ``settings`` are those of the kernel, ``exchange`` sends and receives the messages of this pass, and ``watch`` is
+    how telemetry follows the pass, if it does. ``margin``, if given, replaces in every slot the number of
+    multiprocessors that the plan leaves free.
     """
 
     shape: Shape
@@ -62,11 +64,11 @@ class Runtime:
 def run_forward(
     prepared: Prepared, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, rounded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a forward pass on own tokens in stream order; return this rank's output, its LSE (statistics dtype), and the
-    received keys to keep for the backward, as bytes.
+    """Run a forward pass and return (output, LSE, received keys and values to keep for the backward) of this rank.
 
-    The output is in the accumulator dtype, or in the model's dtype if ``rounded`` allows that and the kernel wrote it
-    so.
+    ``q``, ``k`` and ``v`` are the rank's own tokens in stream order. The output is in the accumulator dtype, or in the
+    model's dtype if ``rounded`` allows that and the kernel wrote it so; the LSE is in the statistics dtype of
+    ``runtime.types``. What is kept is a tensor of bytes, empty if the plan keeps nothing.
     """
     kept = torch.empty(prepared.program.kept_size, dtype=torch.uint8, device=runtime.types.device)
     with runtime.watched(), runtime.exchange:
@@ -90,10 +92,10 @@ def run_backward(
     lse: Tensor,
     back: OutputGradient,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a backward pass and return dq, dk and dv of own tokens in stream order, in the accumulator dtype, or in the
-    model's dtype if the kernel wrote them so.
+    """Run a backward pass and return dq, dk and dv of the rank's own tokens, in stream order.
 
-    ``kept`` are the keys, as bytes, that the forward returned.
+    Each is in the accumulator dtype, or in the model's dtype if the kernel wrote it so. ``kept`` are the bytes that
+    :func:`run_forward` returned last, ``lse`` is the forward's LSE, and ``back`` holds the gradients of output and LSE.
     """
     with runtime.watched(), runtime.exchange:
         if prepared.alone is not None:
@@ -106,7 +108,11 @@ def run_backward(
 
 
 class _PassRun:
-    """One run of a prepared program: its shelves, memory and exchange."""
+    """One run of a prepared program.
+
+    ``memory`` is the leased arena. ``kept`` holds, as bytes, the keys and values that a forward keeps for the backward:
+    a forward fills it and a backward reads it. ``rounded`` allows results in the model's dtype.
+    """
 
     def __init__(
         self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor, rounded: bool = False
@@ -119,7 +125,12 @@ class _PassRun:
         self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
     def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
-        """Run all slots on the rank's own tensors, by side and field, and return the shelves with their results."""
+        """Run all slots on the rank's own tensors, given by shelf and field, and return all shelves.
+
+        The first two shelves, ``QUERIES`` and ``KEYS``, hold own tokens and get new fields for the results: ``out`` and
+        ``lse``, or ``dq``, ``dk`` and ``dv``. ``finished`` has ``out`` or ``dq`` in the model's dtype, if the kernel
+        writes that.
+        """
         types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
         new = (self.backward, self.runtime.shape, types)
         self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
@@ -170,8 +181,9 @@ class _PassRun:
         self.exchange.post(stage, leaving, arriving)
 
     def _at(self, *tenant: str | int) -> Tensor:
-        """Return the arena from the offset of a tenant of its layout on; empty for a tenant that the layout does not
-        have.
+        """Return the arena's bytes from a buffer's first byte on; empty if the layout does not have that buffer.
+
+        ``tenant`` is the buffer's name in :class:`flexcp.plan.memory.Layout`, such as ``("sends", 2)``.
         """
         return self.memory[self.program.layout.offsets.get(tenant, len(self.memory)) :]
 
@@ -190,5 +202,5 @@ class _PassRun:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return the tensor as contiguous, aligned memory, as messages need it; copy it only if it is not already so."""
+    """Return the tensor in contiguous, aligned memory, as messages need it; copy it only if it is not already so."""
     return x if x.is_contiguous() and x.data_ptr() % WORD == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -9,13 +9,15 @@ from flexcp.executor.run.rank_program import Block, Ints, RankProgram
 from flexcp.shape import Shape
 
 Parts = tuple[tuple[MessagePart, ...], ...]
-"""The parts of each message of a stage."""
+"""For each message of a stage, its parts."""
 
 
 @dataclass(frozen=True)
 class FieldMoves:
-    """By stage, the parts of the messages that are sent and received; and the blocks whose rows are an index instead of
-    a range, with that index.
+    """What is copied in each stage.
+
+    ``sends`` and ``receives`` have the parts of the messages of each stage. ``indexed`` has all blocks whose rows are
+    an array of row numbers instead of a range, with that array.
     """
 
     sends: tuple[Parts, ...]
@@ -24,7 +26,7 @@ class FieldMoves:
 
 
 def field_moves(program: RankProgram, shape: Shape) -> FieldMoves:
-    """Derive the field moves of a program."""
+    """Derive the field moves of a program: the parts of all its messages, and its blocks with scattered rows."""
     sends, receives = (
         tuple(tuple(tuple(message_parts(m, shape)) for m in messages) for messages in side)
         for side in ([slot.send for slot in program.slots], [slot.receive for slot in program.slots])

@@ -25,15 +25,20 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The ranges of own rows, ``[n, 2]`` and ascending, that a list begins, and those that it finishes."""
+    """The own rows that a work list begins and finishes, as ascending ranges ``[n, 2]`` (first row, last row + 1).
+
+    A list *begins* a row if no earlier list adds to it, and *finishes* it if no later list does.
+    """
 
     begins: Ints
     finishes: Ints
 
 
 def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
-    """Return, by slot and work list of a forward, the rows that the list begins and finishes; None unless lists begin
-    and finish every own row in every head.
+    """Return, by slot and work list of a forward, the own rows that the list begins and finishes.
+
+    None unless lists begin and finish every own row in every head and nothing that another rank or shelf computed is
+    added to own rows.
     """
     if any(_adds_to_own(slot) for slot in program.slots):
         return None
@@ -49,10 +54,10 @@ def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
 
 
 def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[list[Ints], bool]:
-    """Return, for each list, the ranges of own rows that no list before it adds to in any of its heads; and whether
-    these cover every own row in every head.
+    """Return, for each list, the ranges of own rows that no list before it adds to in any of its heads.
 
-    ``borders`` are the heads at which the head ranges of lists on own rows begin or end.
+    The second result is whether these ranges cover every own row in every head. ``borders`` are the heads at which the
+    head ranges of lists on own rows begin or end, and ``rows`` is the number of own rows.
     """
     before: Flags = np.zeros((len(borders) - 1, rows), np.bool_)
     found, runs = np.zeros_like(before), []
@@ -70,20 +75,21 @@ def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[
 
 
 def _adds_to_own(slot: Slot) -> bool:
-    """Return whether a slot adds outputs to own rows that arrived in a message or came from another shelf."""
+    """Return whether a slot adds outputs to own rows that arrived in a message or come from another shelf."""
     blocks = [block for message in slot.receive for block in message.blocks] + [there for _, there in slot.own]
     return any(block.kind == Kind.O and block.shelf == QUERIES for block in blocks)
 
 
 def _touched(work: ShelfWork, rows: int) -> Flags:
-    """Return a flag for each own row: whether it is in one of the list's slices. Slices are trimmed, so such a row sees
-    a key.
+    """Return a flag for each of the ``rows`` own rows: whether it is in one of the list's slices.
+
+    Slices are trimmed, so such a row sees a key.
     """
     change = np.bincount(work.slices[:, Q0], minlength=rows + 1) - np.bincount(work.slices[:, Q1], minlength=rows + 1)
     return np.cumsum(change)[:rows] > 0
 
 
 def _runs(flags: Flags) -> Ints:
-    """Return the ranges ``[first, last + 1]`` in which flags are set."""
+    """Return the ranges (first, last + 1) in which flags are set: ``[0, 1, 1, 0, 1]`` gives ``[[1, 3], [4, 5]]``."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
     return edges.reshape(-1, 2).astype(np.int64)

@@ -23,7 +23,10 @@ Shelves = dict[int, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Types:
-    """The dtypes of a pass and its device."""
+    """The dtypes of a pass and its device.
+
+    ``model`` is the dtype of inputs and outputs, ``accumulator`` that of sums and partial results.
+    """
 
     model: torch.dtype
     accumulator: torch.dtype
@@ -50,7 +53,7 @@ def part_view(part: MessagePart, message: Tensor, types: Types) -> Tensor:
 def new_inputs(
     shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return uninitialised tensors for the inputs of a shelf, by field, in ``memory`` if it is given."""
+    """Return uninitialised tensors for the inputs of a shelf, by field name; they lie in ``memory`` if it is given."""
     return _laid_out(shelf, backward, False, shape, types, memory)
 
 
@@ -74,8 +77,10 @@ def new_results(
 def _laid_out(
     shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the uninitialised inputs or results of a shelf, by field: views of ``memory``, side by side as
-    :mod:`flexcp.plan.memory` counts them, or separate allocations if ``memory`` is None.
+    """Return the uninitialised inputs or results of a shelf, by field name.
+
+    They are views of ``memory``, side by side as :mod:`flexcp.plan.memory` counts them, or separate allocations if
+    ``memory`` is None.
     """
     heads = shelf.h1 - shelf.h0
     fields = shelf_fields(shelf.side, backward, results)

@@ -1,7 +1,8 @@
-"""Message parts: where each field of a piece lies in a message, as integers, so that planner processes can use them.
+"""Message parts: where each field of a piece (such as k and v) lies in a message, as integers.
 
 A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's dtype. So
-every field is aligned, and the bytes on the wire are exactly those that the plan counts.
+every field is aligned, and the bytes on the wire are exactly those that the plan counts. Nothing here needs torch, so
+planner processes can use it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from flexcp.shape import FIELDS, Field, Shape
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """One field of one block inside a message."""
+    """One field of one block inside a message, ``bytes`` bytes long; as a tensor it has the shape ``size``."""
 
     block: Block
     field: Field
     precise: bool
-    """Whether it travels in the accumulator dtype (else in the model's)."""
+    """Whether the part travels in the accumulator dtype (else in the model's)."""
     size: tuple[int, ...]
     offset: int
-    """Its first byte in the message."""
+    """The part's first byte in the message."""
     bytes: int
 
 

@@ -1,7 +1,7 @@
 """One device: attention of one work list over all rows and heads of its arguments, without any exchange.
 
-It is used by :func:`flexcp.slice_attention` and by ranks that neither send nor receive anything. Inputs are not copied,
-and a kernel with ``FRESH`` writes its results once, in their final dtype.
+It is used by :func:`flexcp.slice_attention`, and for passes in which no rank exchanges anything and this rank has a
+single kernel launch. Inputs are not copied, and a kernel with ``FRESH`` writes its results once, in their final dtype.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def local_forward(
     v: Tensor,
     rounded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run a forward and return output and LSE (statistics dtype). ``whole`` says that every query row sees a key.
+    """Run a forward and return the output, and the LSE in the statistics dtype.
 
-    The output is in the accumulator dtype, or in the model's dtype if ``rounded`` allows that and the kernel can write
-    it.
+    ``kernel`` is a kernel module, ``work`` its work list; ``whole`` says that every query row sees a key. The output is
+    in the accumulator dtype; if ``rounded`` and ``whole`` are set and the kernel has ``FRESH``, it is in the model's
+    dtype.
     """
     size = (*q.shape[:2], v.shape[2])
     if whole and kernel.FRESH:
@@ -59,8 +60,9 @@ def local_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a backward and return dq, dk and dv in the accumulator dtype.
 
-    If every query row sees a key (``whole``), a kernel with ``FRESH`` returns dq in the model's dtype, and a kernel
-    with ``backward_alone`` may do so with all three.
+    ``kernel`` is a kernel module, ``work`` its work list, ``lse`` the forward's LSE. If every query row sees a key
+    (``whole``), a kernel with ``FRESH`` returns dq in the model's dtype, and a kernel with ``backward_alone`` returns
+    all three so, unless gradients must be deterministic or ``back`` has no output.
     """
     if whole and back.out is not None and not settings.deterministic and hasattr(kernel, "backward_alone"):
         found: tuple[Tensor, Tensor, Tensor] = kernel.backward_alone(q, k, v, lse, back, work, settings)

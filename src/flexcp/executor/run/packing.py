@@ -1,4 +1,4 @@
-"""Packing: copy blocks between shelves and messages.
+"""Packing: copy blocks between shelves (a rank's buffers of tokens) and messages.
 
 A packing is made once for a program and a device, uploads all index maps then, and is used by every layer. In each
 stage it fills the messages to send, lays received inputs on their shelves, and reduces received outputs into their
@@ -23,20 +23,20 @@ from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
 
 class Packing(Protocol):
-    """Moves the blocks of a stage between shelves and messages."""
+    """Moves the blocks (pieces of tokens) of a stage between a rank's shelves and its messages."""
 
     def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
         """Fill the messages that leave in ``stage``."""
 
     def unpack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
-        """Lay the inputs that arrived in ``stage`` on their shelves and reduce its outputs into their rows."""
+        """Lay the inputs that arrived in ``stage`` on their shelves, and merge or add the outputs into their rows."""
 
     def move(self, stage: int, shelves: Shelves) -> None:
-        """Copy or reduce the blocks that ``stage`` moves from one shelf of this rank to another."""
+        """Copy, merge or add the blocks that ``stage`` moves from one shelf of this rank to another."""
 
 
 class FieldPacking:
-    """Packing in plain torch, with one indexed copy for each field of a block."""
+    """Packing in plain torch, with one copy, sum or merge for each field of a block."""
 
     def __init__(self, program: RankProgram, shape: Shape, types: Types, moves: FieldMoves | None = None) -> None:
         self.program, self.types, self._moves = program, types, moves or field_moves(program, shape)

@@ -1,5 +1,4 @@
-"""Pass recipe: a rank's program for one mask and direction, with everything about its execution that the plan alone
-decides.
+"""Pass recipe: a rank's program for one mask and direction, and how it is executed as far as the plan decides that.
 
 A recipe holds integers and no tensors, so a planner process can make it (:mod:`flexcp.executor.run.rank_recipe`). The
 training process is left with what needs the device: making a kernel's work lists and uploading index maps
@@ -28,10 +27,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LaunchRecipe:
-    """One kernel launch: its query heads counted from the first of the query shelf, its KV heads (``groups``) counted
-    from the first of the key shelf, and whether its slices touch every row of the query shelf (``whole``).
+    """One kernel launch: slices (``work``) over a query shelf and a key shelf of the program.
 
-    Launches with the same ``list_key`` have the same slices, so forward and backward can share a kernel's work list.
+    ``heads`` are its query heads, counted from the first head of the query shelf; ``groups`` are its KV heads, counted
+    from the first of the key shelf. ``whole`` says that the slices touch every row of the query shelf. ``list_key`` is
+    (number of query heads, number of KV heads, hash of the slices): launches with equal keys can share a kernel's work
+    list.
     """
 
     work: ShelfWork
@@ -43,12 +44,16 @@ class LaunchRecipe:
 
 @dataclass(frozen=True)
 class PassRecipe:
-    """What a rank does in a pass.
+    """What a rank does in one pass (one direction of one attention layer).
 
-    By slot: ``launches`` and ``opens`` (shelves that are allocated). By stage: ``sends`` and ``receives``, (peer,
-    bytes) of each message. ``untouched_dq`` has for each query shelf the first slot in which its dq may no longer be
-    open. ``finished_rows`` has, for a forward, the rows that each launch begins and finishes. ``by_fields`` or
-    ``by_rows`` says how messages are packed, if that was asked for.
+    - ``launches[slot]``: the kernel launches of a slot.
+    - ``opens[slot]``: the numbers of the shelves that are allocated in a slot.
+    - ``sends[stage]`` and ``receives[stage]``: (peer, bytes) of each message.
+    - ``untouched_dq``: for each query shelf, the first slot that receives, sends or moves its dq (see
+      :func:`touched_dq`).
+    - ``finished_rows[slot][launch]``: the own rows that each launch of a forward begins and finishes, or None (see
+      :func:`flexcp.executor.run.finished_rows.finished_rows`); always None for a backward.
+    - ``by_fields`` and ``by_rows``: the moves that pack messages, if :func:`pass_recipe` was asked for them.
     """
 
     program: RankProgram
@@ -64,13 +69,14 @@ class PassRecipe:
 
     @property
     def has_own_lists(self) -> bool:
-        """Whether any launch computes own query rows."""
+        """Whether any launch computes on the rank's own query rows."""
         return any(launch.work.q_shelf == QUERIES for slot in self.launches for launch in slot)
 
 
 def pass_recipe(program: RankProgram, backward: bool, shape: Shape, packing: str | None = None) -> PassRecipe:
-    """Derive the recipe of a program. ``packing`` is ``"fields"`` or ``"rows"`` to include the moves of that packing,
-    or None to leave them for later.
+    """Derive the recipe of a program.
+
+    ``packing`` is ``"fields"`` or ``"rows"`` to include the moves of that packing, or None to leave them for later.
     """
     opens: list[list[int]] = [[] for _ in program.slots]
     for number, shelf in enumerate(program.shelves):
@@ -91,10 +97,10 @@ def pass_recipe(program: RankProgram, backward: bool, shape: Shape, packing: str
 
 
 def touched_dq(program: RankProgram) -> dict[int, int]:
-    """Return, for each query shelf, the first slot that receives, sends or moves its dq, or the number of slots if none
-    does.
+    """Return, for each query shelf, the first slot that receives, sends or moves its dq (number of slots if none does).
 
-    A slot moves data before it computes, so dq may be open in all earlier slots.
+    A slot moves data before it computes. So in all earlier slots a kernel may leave the shelf's dq *open*, that is, in
+    an unfinished form of its own (:mod:`flexcp.executor.kernels`).
     """
     first = {number: len(program.slots) for number, shelf in enumerate(program.shelves) if shelf.side == QUERIES}
     for at, slot in enumerate(program.slots):
@@ -113,7 +119,7 @@ def covers(slices: Ints, rows: int) -> bool:
 
 
 def _launch(work: ShelfWork, program: RankProgram, shape: Shape) -> LaunchRecipe:
-    """Return the recipe of one kernel launch."""
+    """Return the recipe of one kernel launch, which computes ``work``."""
     queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
     share = shape.queries_per_key
     heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)

@@ -1,9 +1,9 @@
 """Pass watch: the interface by which telemetry follows one pass.
 
-A pass calls ``mark`` three times in every slot: when the stage's transfers have arrived, when the next stage's have
-been packed and posted, and when the slot's work has been queued. (A program that is a single launch has no slots to
-mark.) ``running`` surrounds the whole pass, so its entry and exit are the start and the end. A mark must not wait for
-the device.
+A pass calls ``mark`` three times in every slot: when the messages of the slot's stage have arrived; when they have been
+unpacked and later stages have been packed and posted; and when the slot's work has been queued (on a CPU, done). A
+program that is a single launch makes no marks. ``running`` surrounds the whole pass, so its entry and exit are the
+start and the end. A mark must not wait for the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Prepared: make a rank's program ready for a kernel and a device, from its recipe
-(:mod:`flexcp.executor.run.pass_recipe`).
+"""Prepared: make a rank's program ready for a kernel and a device, from its recipe.
 
-Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step.
-The loop over slots then copies nothing to the device and never makes the host wait. Forward and backward share a work
-list if their slices are the same.
+Recipes are made by :mod:`flexcp.executor.run.pass_recipe`. Work lists and index maps depend on the plan alone, so they
+are made once, at the first layer, and kept with the step. The loop over slots then copies nothing to the device and
+never makes the host wait. Forward and backward share a work list if their slices are the same.
 
 Some kernels can leave dq *open*: they add to it in a form of their own, which ``close_dq`` turns into the gradient
 (:mod:`flexcp.executor.kernels`). With such a kernel the work lists of a query shelf leave its dq open until the first
@@ -27,16 +26,16 @@ from flexcp.plan.memory import QUERIES
 from flexcp.shape import Shape
 
 WorkLists = dict[tuple[object, ...], Any]
-"""The kernels' work lists of a step, by what they were made from."""
+"""The kernels' work lists of a step; the keys hold everything that a list was made from."""
 
 
 @dataclass(frozen=True)
 class PreparedWork:
-    """One kernel launch.
+    """One kernel launch, and the kernel's work list for it (``list``).
 
-    ``heads`` and ``groups`` are its heads on the query shelf and on the key shelf, ``list`` is the kernel's work list.
-    ``whole`` says that its slices touch every row of the query shelf, ``open_dq`` that the shelf's dq may be open while
-    it runs.
+    ``heads`` are its query heads, counted from the first of the query shelf, and ``groups`` its KV heads, counted from
+    the first of the key shelf. ``whole`` says that its slices touch every row of the query shelf. ``open_dq`` says that
+    this launch may leave the shelf's dq open, for ``close_dq`` to finish.
     """
 
     work: ShelfWork
@@ -49,12 +48,17 @@ class PreparedWork:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program that is ready to run.
+    """A program that is ready to run on one kernel and device.
 
-    By slot: ``work`` (kernel launches), ``opens`` (shelves that are allocated) and ``closes`` (shelves whose dq is
-    closed after the slot's work, because no later slot leaves it open). By stage: ``sends`` and ``receives``, (peer,
-    bytes) of each message. ``finishes`` says that the kernel writes own rows (of the output, or of dq in a backward)
-    directly in the model's dtype when the last list adds to them.
+    - ``work[slot]``: the kernel launches of a slot.
+    - ``opens[slot]``: the numbers of the shelves that are allocated in a slot.
+    - ``closes[slot]``: the query shelves whose dq is closed after the slot's work, because no later slot leaves it
+      open.
+    - ``sends[stage]`` and ``receives[stage]``: (peer, bytes) of each message.
+    - ``kernel``: the kernel's module.
+    - ``finishes``: whether the kernel writes own rows (of the output, or of dq in a backward) directly in the model's
+      dtype when the last list adds to them.
+    - ``packing``: copies between shelves and messages.
     """
 
     program: RankProgram
@@ -69,9 +73,7 @@ class Prepared:
 
     @property
     def alone(self) -> PreparedWork | None:
-        """The program's only launch, if the program is nothing but one launch over all own rows and heads; else
-        None.
-        """
+        """The only launch of a program that consists of one launch over all heads; None for other programs."""
         slot = self.program.slots[0]
         if len(self.program.slots) > 1 or slot.own or len(self.work[0]) != 1:
             return None
@@ -80,7 +82,10 @@ class Prepared:
 
 
 def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
-    """Make a program ready for a kernel and a device; work lists are looked up in ``lists``, and new ones are added."""
+    """Make a program ready for a kernel and for the device of ``types``.
+
+    ``kernel`` is the kernel's name. Work lists are looked up in ``lists``, and new ones are added to it.
+    """
     module, program = find_kernel(kernel), recipe.program
     untouched = recipe.untouched_dq if hasattr(module, "close_dq") else {}
     can_finish = getattr(module, "FINISHES", False)
@@ -115,7 +120,7 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
 
 
 def packs_by_rows(device_type: str) -> bool:
-    """Return whether messages are packed by tables of rows on such a device (else field by field)."""
+    """Return whether messages are packed by tables of rows on this type of device (else field by field)."""
     return device_type == "cuda" and has_triton()
 
 
@@ -129,7 +134,11 @@ def _prepared(
     types: Types,
     lists: WorkLists,
 ) -> PreparedWork:
-    """Prepare one kernel launch; its work list is made unless ``lists`` has it."""
+    """Prepare one kernel launch; its work list is made unless ``lists`` has it.
+
+    ``open_dq`` says that it may leave dq open. ``own`` are the rows that it begins and finishes, or None if the kernel
+    is not to be told. ``name`` and ``kernel`` are the kernel's name and module.
+    """
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
     key = (name, types.device, *launch.list_key, *(runs.tobytes() for runs in rows.values()))
     if key not in lists:
@@ -139,7 +148,7 @@ def _prepared(
 
 
 def _packing(recipe: PassRecipe, shape: Shape, types: Types) -> Packing:
-    """Return the packing for the device of ``types``."""
+    """Return the packing that is used on the device of ``types``."""
     if packs_by_rows(types.device.type):
         from flexcp.executor.run.row_packing import RowPacking
 

@@ -1,12 +1,13 @@
 """Rank program: what one rank does for one mask in one direction, derived from the plan as integers, without torch.
 
-A rank holds tokens on *shelves*. The first shelf of each side (queries, keys) holds its own tokens in stream order with
-all heads. Each (side, stage, head range) in which pieces arrive has another shelf, with its tokens in stream order too.
-So tokens that came from several ranks lie side by side, and the work consists of few large slices.
+A rank holds tokens on *shelves*. The first shelf of each side (queries, keys) holds the rank's own tokens in stream
+order with all heads. Each (side, stage, head range) in which pieces arrive has another shelf, with its tokens in stream
+order too. So tokens that came from several ranks lie side by side, and the work consists of few large slices.
 
-Regions are cut by shelves into work, which runs in the slot given by :mod:`flexcp.plan.slots`. If the plan holds back a
-share of the work on own rows and own keys, that share is cut off at a whole tile. Results accumulate in the rows of the
-shelf that holds their queries (o, dq) or keys (dkv), and are sent from there.
+Regions (the parts of the attention matrix that the plan gives this rank) are cut by shelves into work, which runs in
+the slot given by :mod:`flexcp.plan.slots`. If the plan holds back a share of the work on own rows and own keys, to hide
+transfers of results, that share is cut off at a whole tile. Results accumulate in the rows of the shelf that holds
+their queries (o, dq) or keys (dkv), and are sent from there.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from flexcp.shape import OUTPUTS, QUERY_SIDED, Kind
 
 Ints = NDArray[np.int64]
 Rows = slice | Ints
-"""Rows of a shelf: a range, or an index."""
+"""Rows of a shelf: a range, or an array of row numbers."""
 TILE_ROWS = 128
-"""Own work that is split between two slots is cut at a multiple of this many rows."""
+"""Own work that is split between two slots is cut at a multiple of this many rows from the slice's first row."""
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """Tokens of one side and head range in one buffer: its rows, its heads ``h0..h1`` (query heads or KV heads, by
-    side), and the stage that fills it.
+    """A buffer for ``rows`` tokens of one side (``QUERIES`` or ``KEYS``) and a range of heads.
+
+    The heads are ``h0 <= h < h1``, query heads or KV heads by side. ``stage`` is the slot from which on the tokens are
+    there: the stage in which they arrive, or earlier for keys that were kept from the forward.
     """
 
     side: int
@@ -47,14 +50,16 @@ class Shelf:
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """The shelf's key in the layout of an arena."""
+        """The shelf's key in the layout of an arena: (side, stage, h0, h1)."""
         return self.side, self.stage, self.h0, self.h1
 
 
 @dataclass(frozen=True)
 class Block:
-    """One piece inside a message: ``count`` rows of a shelf and its heads ``h0..h1``, counted from the shelf's
-    first.
+    """One piece inside a message, or a move between two shelves: ``count`` rows of a shelf, for some of its heads.
+
+    ``shelf`` is the number of the shelf. The heads are ``h0 <= h < h1``, counted from the shelf's first head.
+    ``partial`` says that it is a partial result, which others are added to.
     """
 
     kind: Kind
@@ -68,7 +73,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Message:
-    """All blocks that go to or come from one peer in one stage, in the order on which both ranks agree."""
+    """All blocks (pieces of tokens) that go to or come from one peer in one stage, in the order that both ranks use."""
 
     peer: int
     blocks: tuple[Block, ...]
@@ -76,7 +81,10 @@ class Message:
 
 @dataclass(frozen=True)
 class ShelfWork:
-    """Slices over the rows of a query shelf and a key shelf, for the query heads ``h0..h1``."""
+    """Slices over the rows of a query shelf and a key shelf, for the query heads ``h0 <= h < h1`` of the model.
+
+    ``q_shelf`` and ``kv_shelf`` are the numbers of the shelves; ``slices`` is ``[n, 6]`` (:mod:`flexcp.masks`).
+    """
 
     q_shelf: int
     kv_shelf: int
@@ -87,8 +95,10 @@ class ShelfWork:
 
 @dataclass
 class Slot:
-    """One stage and its slot: the messages received and sent in the stage, the blocks that move between shelves of this
-    rank (``own``, pairs of from and to), and the work that is computed in the slot.
+    """One slot of a rank's program, with the stage of the same number.
+
+    ``receive`` and ``send`` are the messages of the stage. ``own`` are blocks that move between shelves of this rank,
+    as pairs (from, to). ``work`` is computed in the slot.
     """
 
     receive: list[Message] = field(default_factory=list)
@@ -102,7 +112,7 @@ class RankProgram:
     """The shelves and slots of one rank, the layout of its arena, and how its stages are executed.
 
     ``posts`` has for each slot the stages that it posts before it waits for arrivals, and those that it posts after.
-    ``margins`` has for each slot the number of multiprocessors that its work leaves free.
+    ``margins`` has for each slot the number of multiprocessors that its work leaves free for transfers.
     """
 
     shelves: tuple[Shelf, ...]
@@ -111,13 +121,16 @@ class RankProgram:
     posts: tuple[tuple[list[int], list[int]], ...]
     margins: tuple[int, ...]
     kept: dict[int, int]
-    """The shelves whose keys are kept from the forward for the backward, and the first byte of each in that memory."""
+    """The shelves of received keys and values that are kept from the forward for the backward, in memory of their own.
+
+    Maps the number of a shelf to the shelf's first byte in that memory. Empty if nothing is kept.
+    """
     kept_size: int
-    """Bytes of that memory."""
+    """Bytes of the memory for kept keys and values."""
 
 
 def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgram:
-    """Derive the program of ``rank`` for one mask and direction."""
+    """Derive the program of ``rank`` for one mask (its index in the plan) and direction."""
     shelves, slots = _Builder(plan, rank, mask, backward).build()
     numbers = [n for n, shelf in enumerate(shelves) if n > KEYS and shelf.side == KEYS]
     if not plan.programs[mask][1].keys_kept:
@@ -132,8 +145,10 @@ def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgra
 
 @dataclass
 class _Segments:
-    """Ranges ``start..stop`` of the stream on shelves that share a head range, sorted and disjoint. ``row`` is the row
-    of the first token on its ``shelf``.
+    """Ranges of the stream that lie on shelves with the same head range; sorted and disjoint, one per index.
+
+    Range i holds the stream tokens ``start[i] <= t < stop[i]``. The first of them is row ``row[i]`` of shelf
+    ``shelf[i]``.
     """
 
     start: Ints
@@ -143,7 +158,7 @@ class _Segments:
 
 
 class _Builder:
-    """Builds the shelves and slots of one rank."""
+    """Builds the shelves and slots of one rank for one mask and direction."""
 
     def __init__(self, plan: Plan, rank: int, mask: int, backward: bool) -> None:
         self.plan, self.rank, self.mask = plan, rank, mask
@@ -158,7 +173,7 @@ class _Builder:
         self.segments: dict[tuple[int, int, int], list[Ints]] = {}
 
     def build(self) -> tuple[tuple[Shelf, ...], tuple[Slot, ...]]:
-        """Return the shelves and the slots."""
+        """Return the shelves and the slots of the program."""
         t = self.program.transfers
         mine = t.take((t.source == self.rank) | (t.target == self.rank))
         if not self.placement.assemble_own:
@@ -170,7 +185,7 @@ class _Builder:
         return tuple(self.shelves), tuple(slots)
 
     def _own_segments(self) -> None:
-        """Add the segments of the rank's own tokens."""
+        """Add the segments of the rank's own tokens on its first two shelves."""
         kept = self.placement.kept
         own = kept.rank == self.rank
         table = np.stack([kept.start[own], kept.stop[own], kept.local[own], np.zeros(int(own.sum()), np.int64)])
@@ -180,7 +195,7 @@ class _Builder:
             self.segments[side, shelf.h0, shelf.h1] = [part]
 
     def _fill_shelves(self) -> None:
-        """Add a shelf for each (side, stage, head range) of arriving inputs, with rows in stream order."""
+        """Add a shelf and its segments for each (side, stage, head range) of arriving inputs, in stream order."""
         rows = list(zip(*(c.tolist() for c in self.arriving.matrix()), strict=True))
         groups: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         for stage, _, _, kind, owner, start, stop, h0, h1, _ in rows:
@@ -204,15 +219,16 @@ class _Builder:
             self.segments.setdefault((side, h0, h1), []).append(np.concatenate([joined, shelf[None]]))
 
     def _spot(self, kind: int, owner: int, start: int, stop: int, h0: int, h1: int) -> tuple[int, Rows]:
-        """Return the shelf and rows in which a piece arrived on this rank, or its rows on the first shelf if it is the
-        rank's own and was not moved.
+        """Return the shelf number and the rows at which a piece arrived on this rank.
+
+        A piece of the rank's own tokens that was not moved to another shelf is found on the first shelf of its side.
         """
         side = QUERIES if kind in QUERY_SIDED else KEYS
         key = (side, owner, start, stop, h0, h1)
         return self.spots.get(key, (side, slice(start, stop))) if owner == self.rank else self.spots[key]
 
     def _messages(self, mine: Transfers, slots: list[Slot]) -> None:
-        """Add the messages, and the moves inside the rank, to their slots."""
+        """Add the messages of this rank's transfers (``mine``) and the moves between its shelves to their slots."""
         sends: dict[tuple[int, int], list[Block]] = {}
         receives: dict[tuple[int, int], list[Block]] = {}
         for stage, source, target, kind, owner, start, stop, h0, h1, partial in mine.matrix().T.tolist():
@@ -238,15 +254,13 @@ class _Builder:
             slots[stage].receive.append(Message(peer, tuple(blocks)))
 
     def _block(self, kind: int, number: int, rows: Rows, h0: int, h1: int, partial: int) -> Block:
-        """Return the block of a piece on a shelf, with heads counted from the shelf's first."""
+        """Return the block of a piece on shelf ``number``; its heads are counted from the shelf's first head."""
         base = self.shelves[number].h0
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         return Block(Kind(kind), number, rows, count, h0 - base, h1 - base, bool(partial))
 
     def _work(self, slots: list[Slot]) -> None:
-        """Cut this rank's regions by the segments of its shelves, and add the slices as work to their slots, grouped by
-        shelves and heads.
-        """
+        """Cut this rank's regions by the segments of its shelves, and add the slices as work to their slots."""
         placement, share = self.placement, self.plan.shape.queries_per_key
         regions = placement.regions[self.mask].take(placement.regions[self.mask].rank == self.rank)
         index, slices = placement.batch.masks[self.mask].cuts(
@@ -268,7 +282,7 @@ class _Builder:
                 self._group(slots, queries.shelf[q_seg], keys.shelf[k_seg], heads, part)
 
     def _sorted_segments(self, side: int) -> list[tuple[tuple[int, int, int], _Segments]]:
-        """Return the segments of one side by (side, head range), each sorted by the stream."""
+        """Return ((side, h0, h1), segments) for each head range of one side, the segments sorted by stream token."""
         found = []
         for key, parts in sorted(self.segments.items()):
             if key[0] == side:
@@ -277,7 +291,11 @@ class _Builder:
         return found
 
     def _group(self, slots: list[Slot], q_shelf: Ints, kv_shelf: Ints, heads: Ints, slices: Ints) -> None:
-        """Add slices as work to their slots, grouped by shelves and heads; hold back what the plan holds."""
+        """Add slices as work to their slots, one work list for each (slot, query shelf, key shelf, heads).
+
+        ``heads`` is ``[2, n]``: the first query head of each slice and the last one + 1. If the plan holds back a share
+        of own work, that share goes to a later slot.
+        """
         if len(slices) == 0:
             return
         stages = np.array([s.stage for s in self.shelves])
@@ -293,8 +311,9 @@ class _Builder:
 
 
 def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[Ints, tuple[Ints, Ints]]:
-    """Cut slices along one axis (columns ``first`` and ``last``) by segments; return the non-empty parts, and the
-    (slice, segment) that each part comes from.
+    """Cut slices along one axis by segments; return the non-empty parts, and the (slice, segment) that each comes from.
+
+    ``first`` and ``last`` are the columns of the axis: ``Q0`` and ``Q1``, or ``K0`` and ``K1``.
     """
     index, seg = overlaps(slices[:, first], slices[:, last], segments.start, segments.stop)
     q0, q1, k0, k1 = (slices[index, c] for c in (Q0, Q1, K0, K1))
@@ -308,10 +327,11 @@ def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[I
 
 
 def _shared_out(slices: Ints, own: NDArray[np.bool_], held: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Split slices so that the last ``held`` per mille of the area of own work can wait: (slice of each part, parts,
-    whether the part waits).
+    """Split slices so that the last ``held`` per mille of the area of own work can wait.
 
-    At most one slice is cut, between rows and at a whole tile; own slices after it wait.
+    ``own`` marks the slices of own work; the others never wait. Returns (the slice that each part comes from, the
+    parts, whether each part waits). At most one slice is cut, between rows and at a whole tile; own slices after it
+    wait.
     """
     area = np.where(own, masks.area(slices), 0)
     first = int(area.sum()) * (1000 - held) // 1000
@@ -329,15 +349,19 @@ def _shared_out(slices: Ints, own: NDArray[np.bool_], held: int) -> tuple[Ints, 
 
 
 def _rows(row: Ints, count: Ints) -> Rows:
-    """Return the rows of several stretches (first row and count of each): a slice if they touch, else an index."""
+    """Return the rows of several stretches, given the first row and the number of rows of each.
+
+    The result is a range if each stretch begins where the one before it ends, else an array of row numbers.
+    """
     if np.all(row[1:] == (row + count)[:-1]):
         return slice(int(row[0]), int(row[-1] + count[-1]))
     return np.concatenate([np.arange(r, r + n) for r, n in zip(row, count, strict=True)])
 
 
 def _joined(start: Ints, stop: Ints, row: Ints) -> Ints:
-    """Merge sorted ranges of the stream that touch; return ``[start, stop, row]``. Rows are in stream order, so they
-    touch too.
+    """Merge sorted ranges of the stream that touch; return a table with the rows ``start, stop, row``.
+
+    ``row`` is the shelf's row of a range's first token. Rows are in stream order, so those of merged ranges touch too.
     """
     first = np.concatenate([[True], start[1:] != stop[:-1]])
     last = np.concatenate([first[1:], [True]])

@@ -17,12 +17,17 @@ from flexcp.executor.run.rank_rows import RankRows, rank_rows
 from flexcp.plan.plan import Plan
 
 Calls = tuple[tuple[Call, ...], ...]
-"""A rank's calls in each stage of a pass."""
+"""For each stage of a pass, the calls that a rank makes in it."""
 
 
 @dataclass(frozen=True)
 class RankRecipe:
-    """What one rank needs to run the plan with this hash; ``passes`` and ``calls`` are keyed by (mask, backward)."""
+    """What one rank needs to run the plan whose hash is ``plan_hash``.
+
+    ``passes`` and ``calls`` are keyed by (mask, backward), where ``mask`` is the mask's index in the plan; both are
+    empty for latent attention, which has programs of its own. ``peers`` are the ranks with which this rank exchanges
+    messages.
+    """
 
     plan_hash: str
     rank: int
@@ -31,7 +36,7 @@ class RankRecipe:
     rows: RankRows
     peers: list[int]
     arena: int
-    """Bytes of the arena."""
+    """Bytes of the arena, the buffer that all passes work in."""
 
 
 def rank_recipe(plan: Plan, rank: int, packing: str | None = None) -> RankRecipe:

@@ -1,7 +1,7 @@
 """Rank rows: which stream tokens a rank keeps, in which order, and their positions in their documents, as integers.
 
-``local_stream`` maps the rows of a rank's per-token tensors to stream tokens. It is computed from the plan alone, for
-any rank, so both sides of a transfer know what the other sends.
+The stream is the batch's documents laid end to end. :func:`local_stream` maps the rows of a rank's per-token tensors to
+stream tokens. It is computed from the plan alone, for any rank, so both sides of a transfer know what the other sends.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankRows:
-    """The rows of one rank, in local order."""
+    """The rows of one rank, in the order of its per-token tensors."""
 
     tokens: Ints
     """The stream token of each row, -1 for a pad."""
     positions: Ints | None
-    """The position of each row in its document, 0 for a pad. None if the batch's masks disagree about positions; the
-    step raises when it is asked for them.
+    """The position of each row in its document, 0 for a pad; None if the batch's masks disagree about positions.
+
+    A step with None raises when it is asked for positions.
     """
     order: Ints | None
-    """The rows sorted by stream token; None if they already are."""
+    """The row numbers sorted by stream token; None if the rows are in that order already."""
 
 
 def local_stream(placement: Placement, rank: int) -> Ints:
@@ -48,13 +49,13 @@ def row_positions(plan: Plan, stream: Ints) -> Ints:
 
 
 def stream_order(stream: Ints) -> Ints | None:
-    """Return the rows sorted by their stream tokens, or None if they already are."""
+    """Return the row numbers sorted by stream token, or None if the rows are in that order already."""
     order = np.argsort(stream, kind="stable")
     return None if np.array_equal(order, np.arange(len(order))) else order
 
 
 def rank_rows(plan: Plan, rank: int) -> RankRows:
-    """Derive the rows of a rank from the plan."""
+    """Derive the rows of a rank from the plan, with their stream tokens, positions and order."""
     stream = local_stream(plan.placement, rank)
     try:
         positions = row_positions(plan, stream)

@@ -1,6 +1,6 @@
 """Recipe bytes: convert a rank recipe to bytes and back, to send it from a planner process to the training process.
 
-The bytes are a pickle in which each array is replaced by its number in a table of distinct arrays: forward and
+The bytes are a pickle in which each array is replaced by its number in a table of distinct arrays, because forward and
 backward, sender and receiver share most of theirs. All arrays together are stored as one column of differences,
 compressed by zlib, because index maps mostly ascend by one. Decompression releases the interpreter lock, so it runs
 beside the training thread.
@@ -55,7 +55,7 @@ def unpack_recipe(data: bytes) -> RankRecipe:
 
 
 class _Writer(pickle.Pickler):
-    """Pickles an object, with each array replaced by its number in ``arrays``, which holds the distinct ones."""
+    """A pickler that replaces each array by its number in ``arrays``, the list of distinct arrays that it fills."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -73,7 +73,7 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Reads what :class:`_Writer` wrote, given the same ``arrays``."""
+    """An unpickler of what :class:`_Writer` wrote; ``arrays`` must be filled with the same arrays first."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

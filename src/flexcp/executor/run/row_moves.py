@@ -1,5 +1,4 @@
-"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, derived from a program as tables of
-integers.
+"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers.
 
 The heads of a row lie side by side on a shelf and in a message, so every block is a list of *row runs*: some number of
 rows of equal length, at equal distances, that move from one tensor to another. All messages of a stage lie in one
@@ -33,8 +32,10 @@ RUN_ROWS = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Rows of a field on a shelf, or in the stage's messages (``shelf`` None). Row r begins at element
-    ``start + r * step``.
+    """Rows of a field on a shelf, or in the stage's messages (``shelf`` is None).
+
+    Row r begins at element ``start + r * step``. ``name`` is the field's name, such as ``"k"``, and ``dtype`` the name
+    of the torch dtype in that place.
     """
 
     shelf: int | None
@@ -47,8 +48,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of ``length`` elements that are copied, added or merged (``what``) from one place to another. Outputs are
-    merged by their LSEs, one for each of ``heads`` heads, at the places ``lse``.
+    """Rows of ``length`` elements that are copied, added or merged from one place to another.
+
+    ``what`` is ``"copy"``, ``"add"`` or ``"merge"``. Outputs are merged by their LSEs: a row then has ``heads`` heads,
+    with one LSE each, and ``lse`` are the places of the source's and the target's LSEs.
     """
 
     what: str
@@ -65,30 +68,34 @@ class Move:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What moves must have in common to share a launch."""
+        """What moves must have in common to share a launch: being plain copies, or the same operation and dtypes."""
         return ("bytes",) if self.plain else (self.what, self.source.dtype, self.target.dtype)
 
     @property
     def pair(self) -> tuple[object, ...]:
-        """What identifies the two tensors; equal for moves between the same ones."""
+        """What identifies the source tensor and the target tensor; equal for moves between the same two tensors."""
         return self.source.shelf, self.target.shelf, self.target.name, self.source.dtype
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Moves with the same key: ``pairs`` has one move for each pair of tensors, ``table`` the row runs of all moves."""
+    """Moves with the same :attr:`Move.key`, done by one kernel launch.
+
+    ``pairs`` has one move for each pair of a source and a target tensor, ``table`` the row runs of all moves, one per
+    column (:func:`_runs`, :func:`_merged_runs`).
+    """
 
     pairs: tuple[Move, ...]
     table: Ints
     word: int
-    """The unit of the table: words of so many bytes in a plain copy, or 0 for elements."""
+    """The unit of the table: words of this many bytes in a plain copy, or 0 for elements."""
     longest: int
-    """The longest row in that unit; in a merge, the most heads of a row."""
+    """The length of the longest row in the table's unit; in a merge, the most heads of a row."""
 
 
 @dataclass(frozen=True)
 class RowMoves:
-    """By stage, the launches that fill messages, that take in received ones, and that move blocks inside the rank."""
+    """For each stage, the launches that fill messages, take in received ones, and move blocks inside the rank."""
 
     packs: list[list[Launch]]
     unpacks: list[list[Launch]]
@@ -96,7 +103,7 @@ class RowMoves:
 
 
 def row_moves(program: RankProgram, shape: Shape) -> RowMoves:
-    """Derive the launches of a program."""
+    """Derive the launches that pack, unpack and move rows in each stage of a program."""
     made = _Builder(program, shape)
     return RowMoves(
         [made.launches(made.leaving(slot.send)) for slot in program.slots],
@@ -124,8 +131,9 @@ class _Builder:
                     yield Move("copy", self._on_shelf(block, field), there, self._length(block, field))
 
     def arrivals(self, messages: list[Message]) -> list[Launch]:
-        """Return the launches that take in messages: inputs of all messages together, then outputs one message after
-        the other.
+        """Return the launches that take in messages: inputs of all messages together, then outputs message by message.
+
+        The blocks of a message whose outputs may share rows get separate launches.
         """
         laid: list[Move] = []
         summed: list[Launch] = []
@@ -144,8 +152,9 @@ class _Builder:
         return self._taken_in(there, {field.name: self._on_shelf(here, field) for field in FIELDS[here.kind]})
 
     def _taken_in(self, block: Block, places: dict[str, Place]) -> Iterator[Move]:
-        """Yield the moves of a block from these places to its shelf: inputs are copied, gradients added, outputs
-        merged.
+        """Yield the moves of a block to its shelf: inputs are copied, gradients added, outputs merged.
+
+        ``places`` are the places that the block's fields come from, by field name.
         """
         fields = {field.name: field for field in FIELDS[block.kind]}
         if block.kind == Kind.O:
@@ -158,7 +167,7 @@ class _Builder:
             yield Move(what, places[name], self._on_shelf(block, field), self._length(block, field))
 
     def _length(self, block: Block, field: Field) -> int:
-        """Return the elements of a block's row in one field."""
+        """Return the number of elements of one field in a row of the block."""
         return (block.h1 - block.h0) * field.numbers(self.shape)
 
     def _on_shelf(self, block: Block, field: Field) -> Place:
@@ -181,7 +190,7 @@ class _Builder:
             yield [(block, found[id(block)]) for block in message.blocks]
 
     def launches(self, moves: Iterable[Move]) -> list[Launch]:
-        """Group moves into as few launches as possible."""
+        """Group moves into launches, as few as possible, and return these."""
         groups: dict[tuple[object, ...], dict[tuple[object, ...], list[Move]]] = {}
         for move in moves:
             groups.setdefault(move.key, {}).setdefault(move.pair, []).append(move)
@@ -193,7 +202,7 @@ class _Builder:
         return found
 
     def _launch(self, pairs: list[list[Move]]) -> Launch:
-        """Return the launch of moves, grouped by pairs of tensors."""
+        """Return one launch of the given moves, which are grouped by pairs of source and target tensor."""
         examples = tuple(moves[0] for moves in pairs)
         word = 0
         if examples[0].what == "merge":
@@ -208,8 +217,9 @@ class _Builder:
 
 
 def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
-    """Split a move of rows into stretches of at most ``most`` rows that ascend by one on both sides: (first source row,
-    first target row, rows of each).
+    """Split a move of rows into stretches that ascend by one on both sides, of at most ``most`` rows each.
+
+    Returns (first source row, first target row, number of rows) of each stretch.
     """
     if isinstance(source, slice) and isinstance(target, slice):
         first = np.array([[source.start], [target.start]])
@@ -224,8 +234,10 @@ def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]
 
 
 def _runs(move: Move, pair: int) -> Ints:
-    """Return the row runs of a copy or an addition, one per column, with the rows ``pair, from, to, length, rows, step
-    from, step to``: in bytes for a plain copy, else in elements.
+    """Return the row runs of a copy or an addition between the ``pair``-th pair of tensors, one run per column.
+
+    The rows of the table are ``pair, from, to, length, rows, step from, step to``, in bytes for a plain copy, else in
+    elements. Rows without gaps on both sides are joined into one long row.
     """
     unit = DTYPE_BYTES[move.source.dtype] if move.plain else 1
     gapless = move.source.step == move.target.step == move.length
@@ -241,8 +253,10 @@ def _runs(move: Move, pair: int) -> Ints:
 
 
 def _merged_runs(move: Move) -> Ints:
-    """Return the row runs of a merge, one per column: ``rows, heads``, then the first element and the step of source,
-    target, source LSE and target LSE.
+    """Return the row runs of a merge, one per column.
+
+    The rows of the table are ``rows, heads``, then the first element and the step of source, target, source LSE and
+    target LSE.
     """
     assert move.lse is not None
     most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.target.dtype]))
@@ -254,8 +268,9 @@ def _merged_runs(move: Move) -> Ints:
 
 
 def _count_in_words(runs: Ints) -> int:
-    """Change row runs in place from bytes to the longest words (at most 16 bytes) that divide all of their numbers, and
-    return the bytes of a word.
+    """Change row runs in place from bytes to the longest words that divide all their numbers; return a word's bytes.
+
+    A word has 1, 2, 4, 8 or 16 bytes.
     """
     counted = (1, 2, 3, 5, 6)
     common = int(np.bitwise_or.reduce([np.bitwise_or.reduce(runs[column]) for column in counted], initial=16))
@@ -266,8 +281,9 @@ def _count_in_words(runs: Ints) -> int:
 
 
 def _disjoint(blocks: list[Block]) -> bool:
-    """Return whether no two blocks of the same kind can touch the same rows and heads of a shelf (judged by the range
-    from first to last row).
+    """Return whether no two blocks of the same kind can touch the same rows and heads of a shelf.
+
+    Each block is judged by the range from its first to its last row.
     """
     if len(blocks) < 2:
         return True

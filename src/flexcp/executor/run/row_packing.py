@@ -1,6 +1,7 @@
 """Row packing: a :class:`flexcp.executor.run.packing.Packing` for GPUs, which needs only a few launches per stage.
 
-:mod:`flexcp.executor.run.row_moves` makes the tables of what each launch moves; they are uploaded once per program.
+:mod:`flexcp.executor.run.row_moves` makes the tables that say which rows each launch moves; they are uploaded once per
+program.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ assert PAIRS <= row_kernels.PAIRS, "row_moves.py, which loads no Triton, has a n
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A launch, and its table on the device."""
+    """A launch that moves rows, and its table on the device."""
 
     made: Launch
     table: Tensor
 
 
 class RowPacking:
-    """Fills, takes in and moves blocks by tables of rows."""
+    """Packing on a GPU: each launch moves all rows that a table lists, between shelves and messages."""
 
     def __init__(self, program: RankProgram, shape: Shape, types: Types, moves: RowMoves | None = None) -> None:
         found = moves or row_moves(program, shape)

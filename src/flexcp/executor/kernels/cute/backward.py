@@ -72,10 +72,10 @@ K_MODE, MN_MODE = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Backward:
-    """The backward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a block;
-    sizes and strides are arguments of the call.
+    """The backward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a block.
 
-    ``order`` is the order of dq in memory: "rows", "open" or "alone" (:mod:`flexcp.executor.kernels.cute.results`).
+    Sizes and strides are arguments of the call. ``order`` is the order of dq in memory: "rows", "open" or "alone"
+    (:mod:`flexcp.executor.kernels.cute.results`).
     """
 
     def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, order):
@@ -121,10 +121,10 @@ class Backward:
         programs: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch the kernel. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are
-        packed LSEs (base 2) and deltas.
+        """Launch the kernel. Strides of rows and heads are in elements, multiples of 16 bytes.
 
-        With ``whole_tiles`` dk and dv are written in the dtype of the keys; else they are float32 and are added to.
+        ``statistics`` are packed LSEs (base 2) and deltas. With ``whole_tiles`` dk and dv are written in the dtype of
+        the keys; else they are float32 and are added to.
 
         In one piece: most lines are the names of arguments that it takes or passes on; between them it describes each
         tensor once.
@@ -615,8 +615,9 @@ class Backward:
 
     @cute.jit
     def seen(self, mG, segment, query, column0, key):
-        """Return which queries see this thread's two keys, as bits: one for each query of the block, counted from this
-        thread's first.
+        """Return which queries of a block see this thread's two keys, as bits.
+
+        There is one bit per query, counted from this thread's first query.
         """
         lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
         origin = query + (column0 // self.pack if const_expr(self.pack < 8) else 0)

@@ -75,8 +75,10 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Forward:
-    """The forward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a tile; sizes
-    and strides are arguments of the call.
+    """The forward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a tile.
+
+    Sizes and strides are arguments of the call. With ``fresh`` results are written and not added to. With ``finishes``
+    rows that no later work list adds to are written in the model's dtype, to another tensor.
     """
 
     def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes):
@@ -267,8 +269,9 @@ class Forward:
 
     @cute.jit
     def rows_there(self, row0, row1, first):
-        """Return the end of the tile's rows that may have existing results: ``row0``, meaning none, if the tile is the
-        first to add to its rows.
+        """Return the end of the tile's rows that may have existing results: ``row1``, or ``row0`` (none).
+
+        It is ``row0`` if the kernel has ``finishes`` and the tile is the first to add to its rows.
         """
         if const_expr(self.finishes):
             row1 = row0 if first != 0 else row1
@@ -446,8 +449,9 @@ class Forward:
 
     @cute.jit
     def issue(self, state, rings, stage, phase, wg):
-        """Start the logits of the next block and the product with the values of the last block together, and wait for
-        the logits only.
+        """Start the next block's logits and the product with the last block's values, and wait for the logits only.
+
+        Returns the buffer of the next block and the phase of its barriers.
         """
         rQ, mma_S, mma_O, s, acc, rK, rV, rP, _top, _total, _factors = state
         _q_full, _q_free, k_full, k_free, v_full, _v_free = rings
@@ -475,8 +479,9 @@ class Forward:
 
     @cute.jit
     def clean(self, sV, v_full, stage, phase, valid, thread, wg):
-        """Zero a block's values past the end of its slice, if the block reaches past it. Both warp groups do this; they
-        write the same zeros.
+        """Zero a block's values past the end of its slice, if the block reaches past it.
+
+        Both warp groups do this; they write the same zeros.
         """
         if valid < self.N:
             cute.arch.mbarrier_wait(v_full + stage, phase)
@@ -499,16 +504,18 @@ class Forward:
 
     @cute.jit
     def columns_before(self, column):
-        """Return how many of this thread's columns (two out of every eight) lie before ``column``, counted from its
-        first column.
+        """Return how many of this thread's columns (two out of every eight) lie before ``column``.
+
+        ``column`` is counted from this thread's first column.
         """
         column = cutlass.min(cutlass.max(column, 0), self.N)
         return column // 8 * 2 + cutlass.min(column % 8, 2)
 
     @cute.jit
     def softmax(self, s, top, total, factors):
-        """Turn logits into probabilities relative to the running maximum (in base 2), and return the factor of older
-        results. Each thread keeps its own part of the sum until the end of the tile.
+        """Turn logits into probabilities relative to the running maximum, in place; return the factor of older results.
+
+        Maximum and exponents are in base 2. Each thread keeps its own part of the sum until the end of the tile.
         """
         scale_log2, inner = factors
         rows = by_rows(s)

@@ -19,14 +19,18 @@ Ints = NDArray[np.int64]
 RECORD = 12
 """Integers of a record: a multiple of 4, because they are read in words of 16 bytes."""
 TILE_PRICE = 3
-"""What it costs to begin and end a tile, in blocks."""
+"""What it costs to begin and end a tile, as a number of blocks that take as long."""
 ADDED_KEY_PRICE = 5e-4
-"""What it costs to add up and round the gradients of one key of one head, in blocks; estimated from the bytes moved."""
+"""What it costs to add up and round the gradients of one key of one head, as a number of blocks.
+
+It is estimated from the bytes moved.
+"""
 
 
 def in_turns(tiles: int, groups: int, turn: int) -> Ints:
-    """Return all items in the order of the tiles, in which each group of heads takes ``turn`` tiles before the next
-    group's turn.
+    """Return all items (``tile * groups + group``) in the order of the tiles.
+
+    Each group of heads takes ``turn`` tiles before the next group's turn.
     """
     item: Ints = np.arange(tiles * groups)
     first = item // (turn * groups) * turn
@@ -37,19 +41,26 @@ def in_turns(tiles: int, groups: int, turn: int) -> Ints:
 
 
 def group_by_group(order: Ints, groups: int) -> Ints:
-    """Return all items, one group of heads after the other, each with the tiles in the given order."""
+    """Return all items (``tile * groups + group``), one group of heads after the other.
+
+    Each group has the tiles in the given order.
+    """
     return (order[None, :] * groups + np.arange(groups)[:, None]).reshape(-1)
 
 
 def longest_program(table: NDArray[np.int32], blocks: Ints, groups: int) -> int:
-    """Return the work of the busiest program of a dealt table, in blocks."""
+    """Return the work of the busiest program of a table from :func:`dealt`, in blocks.
+
+    ``blocks`` is the number of blocks of each tile.
+    """
     work = np.where(table >= 0, blocks[np.maximum(table, 0) // groups] + TILE_PRICE, 0).sum(axis=0)
     return int(work.max(initial=0))
 
 
 def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.int32]:
-    """Deal items to programs and return a table ``[rounds + 1, programs]`` of items: -1 means none, and the last row is
-    all -1. ``blocks`` is the number of blocks of each tile.
+    """Deal items to programs and return a table ``[rounds + 1, programs]`` of items.
+
+    -1 means no item, and the last row is all -1. ``blocks`` is the number of blocks of each tile.
     """
     price = blocks[items // groups] + TILE_PRICE
     rounds = -(-len(items) // programs)
@@ -81,7 +92,7 @@ def records(
     begins: Ints | None = None,
     finishes: Ints | None = None,
 ) -> NDArray[np.int32]:
-    """Return a record for every item of a dealt table, ``[rounds + 1, programs, 12]``.
+    """Return a record for every item of a table from :func:`dealt`, ``[rounds + 1, programs, 12]``.
 
     A record has: first row (-1: no item), last row + 1, first segment, number of blocks; first key, blocks and mask of
     the first segment; the group of heads; counter and place of a part of a tile (``parts``, see

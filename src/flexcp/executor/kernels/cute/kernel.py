@@ -1,10 +1,10 @@
-"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``). It has the interface
-of :mod:`flexcp.executor.kernels`.
+"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``).
 
-A function is compiled once for a model (dtype, heads that share a KV head, softcap), which takes some seconds, and kept
-on disk (:mod:`flexcp.executor.kernels.cute.kept`). It takes addresses, sizes and strides as numbers, so no batch makes
-it compile again, and a launch costs the host about ten microseconds. ``deterministic`` gradients are computed by the
-hopper kernel, because here dq is added to memory in any order.
+It has the interface of :mod:`flexcp.executor.kernels`. A function is compiled once for a model (dtype, heads that share
+a KV head, softcap), which takes some seconds, and kept on disk (:mod:`flexcp.executor.kernels.cute.kept`). It takes
+addresses, sizes and strides as numbers, so no batch makes it compile again, and a launch costs the host about ten
+microseconds. ``deterministic`` gradients are computed by the hopper kernel, because here dq is added to memory in any
+order.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch
 LONGEST_PART = 1024
 """The most blocks of a part of a tile of keys, if programs add to dq in step (:attr:`CuteWork.in_step`)."""
 PARTS, SHORTEST_PART = 2, 64
-"""For tiles of keys that are levelled afterwards: about how many parts a multiprocessor gets, and the fewest blocks of
-a part.
+"""For tiles of keys that are levelled afterwards: about how many parts a multiprocessor gets, and the fewest blocks.
+
+``SHORTEST_PART`` is the fewest blocks of a part. Levelling is described in
+:mod:`flexcp.executor.kernels.cute.levelled`.
 """
 
 useful_share = hopper_kernel.useful_share
@@ -68,7 +70,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 class CuteWork(HopperWork):
-    """A work list whose items are dealt to GPU programs.
+    """A work list whose items (a tile with a group of heads) are dealt to GPU programs.
 
     Tiles of keys are walked from their last queries to their first, because under a causal mask all of them end with
     the same queries. ``begins`` and ``finishes`` are ranges of rows (``[n, 2]``, ascending) to which no earlier list,
@@ -81,7 +83,7 @@ class CuteWork(HopperWork):
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows. The list begins all rows of a tile or none of them, and finishes all or none."""
+        """Tiles of packed query rows; the list begins all rows of a tile or none of them, and finishes all or none."""
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
@@ -128,23 +130,24 @@ class CuteWork(HopperWork):
 
     @cached_property
     def covered_keys(self) -> int:
-        """How many keys at least one query sees."""
+        """The number of keys that at least one query sees."""
         return self._key_tiles.rows
 
     @cached_property
     def in_step(self) -> bool:
-        """Whether dq is too large for the L2 cache, so that programs should add to the same part of it at the same time
-        (*in step*).
+        """Whether dq is too large for the L2 cache.
+
+        If so, programs should add to the same part of dq at the same time (*in step*).
         """
         rows = int(self.slices[:, Q1].max(initial=0)) - int(self.slices[:, Q0].min(initial=0))
         return rows * self.heads * self.head_dim * 4 > BEYOND_L2
 
     def backward_tables(self, programs: int) -> tuple[int, list[Tensor]]:
-        """Return the launch of a backward that adds to its results, on at most ``programs`` programs: the number of
-        programs, and the tables of tiles, segments and items.
+        """Return the launch of a backward that adds to its results: (number of programs, [tiles, segments, items]).
 
-        The tables are made once for each number of programs, because launches must not make the host wait. Tiles are
-        cut so that all programs end at about the same time, unless programs add to dq in step.
+        It has at most ``programs`` programs. The tables are on the device, and are made once for each number of
+        programs, because launches must not make the host wait. Tiles are cut so that all programs end at about the same
+        time, unless programs add to dq in step.
         """
         if programs not in self._backward_tables:
             used = min(programs, self.descending_segments.count * self.kv_heads)
@@ -157,7 +160,10 @@ class CuteWork(HopperWork):
         return self._backward_tables[programs]
 
     def _levelled_backward(self, programs: int) -> tuple[int, list[Tensor]]:
-        """Return the launch of a backward whose tiles are cut so that all programs end at about the same time."""
+        """Return the launch of a backward whose tiles are cut so that all programs end at about the same time.
+
+        It is (number of programs, [tiles, segments, items]).
+        """
         block, units = QUERIES // self.pack, multiprocessors(self.device)
         longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
         made = segment_list(self._key_tiles, block, longest, descending=True)
@@ -173,8 +179,9 @@ class CuteWork(HopperWork):
         return {}
 
     def items(self, made: Segments, programs: int) -> Tensor:
-        """Return the table of items of a backward on ``programs`` programs. It is made once for each number of
-        programs, because launches must not make the host wait.
+        """Return the table of the items that each of ``programs`` programs computes in a backward, on the device.
+
+        It is made once for each number of programs, because launches must not make the host wait.
         """
         key = (id(made), programs)
         if key not in self._items:
@@ -187,11 +194,11 @@ class CuteWork(HopperWork):
         return {}
 
     def forward_tables(self, programs: int, fresh: bool) -> tuple[int, list[Tensor]]:
-        """Return the launch of a forward on at most ``programs`` programs: the number of programs, and the tables of
-        records, segments and counters.
+        """Return the launch of a forward: (number of programs, [records, segments, counters]).
 
-        The tables are made once for each number of programs, because launches must not make the host wait. Tiles are
-        cut for balance only if results are added to; with ``fresh`` they are written, so parts could not be added.
+        It has at most ``programs`` programs. The tables are on the device, and are made once for each number of
+        programs, because launches must not make the host wait. Tiles are cut for balance only if results are added to;
+        with ``fresh`` they are written, so parts could not be added.
         """
         key = (programs, fresh)
         if key not in self._forward_tables:
@@ -233,7 +240,10 @@ def prepare(
     begins: Ints = NO_ROWS,
     finishes: Ints = NO_ROWS,
 ) -> CuteWork:
-    """Make the work list of ``slices``, for every layer and for forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward.
+
+    Raises NotImplementedError if the kernel does not support the device or head sizes.
+    """
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -250,8 +260,10 @@ def forward(
     lse_TH: Tensor,
     finished_THV: Tensor | None = None,
 ) -> None:
-    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them. Rows that the list
-    finishes are written to ``finished``, if given.
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite them.
+
+    Rows that the list finishes (no later list adds to them) are written to ``finished`` instead of ``out``, if it is
+    given.
     """
     made = work.forward_segments
     if not made.count:
@@ -287,8 +299,10 @@ def backward(
     dk_TGD: Tensor,
     dv_TGV: Tensor,
 ) -> None:
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is overwritten; with
-    ``settings.open_dq`` it is left open.
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``.
+
+    With ``settings.fresh`` dq is overwritten. With ``settings.open_dq`` it is left open, for :func:`close_dq` to
+    finish.
     """
     if not work.forward_segments.count:
         return
@@ -319,7 +333,7 @@ def backward(
 
 
 def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
-    """Turn an open dq into the gradient, in place, or write the gradient in the model's dtype to ``finished``."""
+    """Turn an open dq into the gradient, in place, or write the gradient to ``finished`` in that tensor's dtype."""
     _close(dq_THD, dq_THD if finished_THD is None else finished_THD, settings)
 
 
@@ -378,7 +392,7 @@ def backward_alone(
 
 @cache
 def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
-    """Return the compiled :class:`Before`, which runs before a backward of order "alone"."""
+    """Return the compiled :class:`Before`, which runs before a backward whose launch alone adds to dq."""
     kind = TYPES[dtype]
     pointers = [_pointer(kind)] * 2 + [_pointer(Float32, 4)] * 3 + [_pointer(Float32)]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 8
@@ -387,7 +401,7 @@ def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
 
 @cache
 def compiled_after(dtype: torch.dtype, pack: int) -> Any:
-    """Return the compiled :class:`After`, which runs after a backward of order "alone"."""
+    """Return the compiled :class:`After`, which runs after a backward whose launch alone adds to dq."""
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 2 + [Float32(1.0)]
     return _compiled(After(TYPES[dtype], pack), pointers, numbers, "after", dtype, pack)
@@ -405,7 +419,7 @@ def compiled_close(dtype: torch.dtype) -> Any:
 def compiled_forward(
     dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool, finishes: bool
 ) -> Any:
-    """Return the compiled forward kernel of a model."""
+    """Return the compiled forward kernel of a model; the arguments mean what they do in :class:`Forward`."""
     kind, out, key = TYPES[dtype], TYPES[out_dtype], (dtype, out_dtype, share, pack, softcap, fresh, finishes)
     kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh, finishes)
     pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4), _pointer(kind)] + [_pointer(Int32)] * 3
@@ -415,7 +429,10 @@ def compiled_forward(
 
 @cache
 def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, order: str) -> Any:
-    """Return the compiled backward kernel of a model that adds to a dq in this order ("rows", "open" or "alone")."""
+    """Return the compiled backward kernel of a model.
+
+    ``order`` is the order of dq in memory: "rows", "open" or "alone" (:mod:`flexcp.executor.kernels.cute.results`).
+    """
     kind = TYPES[dtype]
     kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, order)
     pointers = [_pointer(kind)] * 4 + [_pointer(Float32, 4)] + [_pointer(Float32)] * 3 + [_pointer(Int32)] * 3
@@ -424,18 +441,20 @@ def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, 
 
 
 def _compiled(kernel: Any, pointers: list[Any], numbers: list[Any], *key: Any) -> Any:
-    """Compile a kernel for such arguments, or load it from disk; ``key`` names it among those of the same sources."""
+    """Compile a kernel for such arguments, or load it from disk.
+
+    ``key`` holds what tells it from other kernels of this package.
+    """
     arguments = (*pointers, *numbers, cuda.CUstream(0))
     name = "-".join(str(x).removeprefix("torch.") for x in key)
     return kept(name, lambda: cute.compile(kernel, *arguments, options="--enable-tvm-ffi"))
 
 
 def _fitting(work: CuteWork, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the inputs, copied if the copy engine cannot load them as they are; raise for tensors that this work list
-    cannot run.
+    """Return the inputs, copied if the copy engine cannot load them as they are.
 
-    Layouts that need no copy are remembered with the list, because another check would take the host longer than the
-    launch.
+    Raises ValueError or NotImplementedError for tensors that this work list cannot run. Layouts that need no copy are
+    remembered with the list, because another check would take the host longer than the launch.
     """
     layout = tuple((x.device, x.dtype, x.shape[1:], x.stride(), x.data_ptr() % ALIGNMENT) for x in (*inputs, *others))
     if layout in work.fitting:

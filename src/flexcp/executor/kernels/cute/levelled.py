@@ -30,12 +30,16 @@ Table = NDArray[np.int32]
 WORTH = 0.985
 """Tiles are cut only if the work of the busiest program shrinks to at most this fraction."""
 SHORTEST = 2
-"""The fewest blocks of a part."""
+"""The fewest blocks of a part of a tile."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A part of a tile: the item that it is cut from, the program that computes it, and its blocks ``begin..end``."""
+    """A part of a tile that one program gives to another: blocks ``begin <= b < end`` of an item.
+
+    ``item`` is the item (a tile with a group of heads) that it is cut from, ``program`` the program that computes the
+    part.
+    """
 
     item: int
     program: int
@@ -60,10 +64,11 @@ class LevelledList:
 def levelled(
     made: SegmentList, items: Table, groups: int, programs: int, block: int, descending: bool = False
 ) -> LevelledList:
-    """Spread dealt items (``[rounds + 1, programs used]``) over up to ``programs`` programs, and cut tiles where that
-    is worth it.
+    """Spread dealt items over up to ``programs`` programs, and cut tiles where that is worth it.
 
-    ``descending`` says that kernels walk each segment from its last block to its first.
+    ``items`` is a table ``[rounds + 1, programs used]`` from :func:`flexcp.executor.kernels.cute.items.dealt`, for
+    tiles with ``groups`` groups of heads and blocks of ``block`` keys. ``descending`` says that kernels walk each
+    segment from its last block to its first.
     """
     blocks = made.tiles[:, 3].astype(np.int64)
     of_item = np.where(items >= 0, blocks[np.maximum(items, 0) // groups], -TILE_PRICE)
@@ -77,16 +82,19 @@ def levelled(
 
 
 def _to_cut(items: Table, of_item: Ints) -> list[tuple[int, int]]:
-    """Return, for each program, the item that it would cut and its blocks: the longest, and the last of several."""
+    """Return, for each program, the item that it would cut, and its blocks: the longest item, and the last of several.
+
+    ``of_item`` has the blocks of every item of the table.
+    """
     row = len(items) - 1 - of_item[::-1].argmax(axis=0)
     return [(int(items[r, p]), int(of_item[r, p])) for p, r in enumerate(row.tolist())]
 
 
 def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
-    """Return the parts to give away so that the work of the busiest program is as low as possible; none if that is not
-    worth it.
+    """Return the parts to give away so that the work of the busiest program is lowest; none if that is not worth it.
 
-    ``cut`` has for each program the item that it would cut, and its blocks.
+    ``work`` is the work of each program, in blocks. ``cut`` has for each program the item that it would cut, and its
+    blocks.
     """
     order = np.argsort(work, kind="stable").tolist()
     sorted_work = work[order].tolist()
@@ -104,7 +112,9 @@ def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
 
 def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple[int, int]]) -> list[Given] | None:
     """Return the parts to give away so that no program has more than ``limit`` work; None if that is impossible.
-    ``order`` has the programs sorted by their work, least first, and ``work`` is theirs in that order.
+
+    ``order`` has the programs sorted by their work, least first, and ``work`` has their work in that order. ``cut`` has
+    for each program the item that it would cut, and its blocks.
     """
     receiver, room = -1, 0
     found = []
@@ -132,7 +142,10 @@ def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple
 def _tables(
     made: SegmentList, whole: Table, items: Table, given: list[Given], groups: int, block: int, descending: bool
 ) -> LevelledList:
-    """Return the tables of a launch in which the parts ``given`` are cut from their tiles."""
+    """Return the tables of a launch in which the parts ``given`` are cut from their tiles.
+
+    ``whole`` is the table of parts before cutting, in which all tiles are whole.
+    """
     tiles: list[list[int]] = []
     segments: list[list[int]] = []
     parts: list[list[int]] = []
@@ -171,8 +184,9 @@ def _tables(
 
 
 def _cut(made: SegmentList, segment: int, begin: int, end: int, block: int, descending: bool) -> Iterator[list[int]]:
-    """Yield the segments of a tile's blocks ``begin`` to ``end`` in the order in which they are walked; ``segment`` is
-    the tile's first.
+    """Yield the segments of a tile's blocks ``begin <= b < end``, in the order in which they are walked.
+
+    ``segment`` is the number of the tile's first segment.
     """
     at = 0
     while at < end:

@@ -16,7 +16,7 @@ from flexcp.executor.kernels.cute.parts import LOG2E, by_rows
 
 @cute.jit
 def read_lse(lse, l_at, there):
-    """Start to load the existing LSEs into ``there``. They are not used here, because that would wait for the loads."""
+    """Start to load the existing LSEs into ``there``; they are not used here, because that would wait for the loads."""
     for r in cutlass.range_constexpr(2):
         there[r] = (lse + l_at[r]).load()
 
@@ -30,8 +30,9 @@ def in_base_2(there, row0, row1, m, pack: cutlass.Constexpr[int]):
 
 @cute.jit
 def read_results(out, o_at, column0, there, width: cutlass.Constexpr[int], results):
-    """Load the existing results into ``results``; rows whose LSE is -inf are set to 0 and not read, since they may hold
-    anything.
+    """Load the existing results into ``results``; rows whose LSE (``there``) is -inf are set to 0.
+
+    Such rows are not read, since they may hold anything.
     """
     rows = by_rows(results)
     for r in cutlass.range_constexpr(2):
@@ -47,8 +48,10 @@ def read_results(out, o_at, column0, there, width: cutlass.Constexpr[int], resul
 
 @cute.jit
 def weigh(whole, top, there, share, old_share, r: cutlass.Constexpr[int]):
-    """Compute the weights of the new and the existing results of row ``r``: new ones have the softmax sum
-    ``2 ** top * whole``, existing ones ``2 ** there``. Returns the sum of both, relative to the new ``top``.
+    """Compute the weights of the new and the existing results of row ``r``, in ``share`` and ``old_share``.
+
+    New results have the softmax sum ``2 ** top * whole``, existing ones ``2 ** there``. ``top`` becomes the larger of
+    the two exponents. Returns the sum of both, relative to that.
     """
     both = cute.arch.fmax(top[r], there[r])
     base = Float32(0.0) if both == -Float32.inf else both
@@ -68,7 +71,7 @@ def add_scaled(results, more, factor):
 
 @cute.jit
 def wait_for_turn(counter, number, thread, barrier):
-    """Wait until the ``number`` parts of this tile before this one have added their results."""
+    """Wait until the ``number`` parts of this tile that come before this one have added their results."""
     if thread == 0:
         done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         while done < number:
@@ -78,7 +81,10 @@ def wait_for_turn(counter, number, thread, barrier):
 
 @cute.jit
 def pass_turn(counter, place, thread, barrier):
-    """If the item is a part of a tile (``place >= 0``), tell the next part that this one has added its results."""
+    """If the item is a part of a tile (``place >= 0``), tell the next part that this one has added its results.
+
+    ``place`` is twice the number of the part, plus 1 for the last part, which sets the counter back to 0.
+    """
     if place >= 0:
         cute.arch.fence_acq_rel_gpu()
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)

@@ -25,8 +25,10 @@ def write_sums(acc, out, o_at, row0, row1, m, column0, pack: cutlass.Constexpr[i
 
 @cute.jit
 def write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, barrier, pack: cutlass.Constexpr[int]):
-    """Write results in the model's dtype, through shared memory, 16 bytes per thread, so that whole cache lines are
-    written. ``barrier`` is the named barrier of this warp group.
+    """Write results in the model's dtype, through shared memory, so that whole cache lines are written.
+
+    Each thread writes 16 bytes at a time. ``rounded`` is (tensor, stride of rows, stride of heads), and ``barrier`` is
+    the named barrier of this warp group.
     """
     out, o_row, o_head = rounded
     dtype = sO.element_type

@@ -29,9 +29,7 @@ FAR = 1 << 30  # stands for the length of a table, or a number of items, where t
 
 
 def shared_layout(dtype, rows, width, stages):
-    """Return the layout of a tensor ``[rows, width, stages]`` in shared memory that the copy engine and the tensor
-    cores need.
-    """
+    """Return the shared-memory layout of a tensor ``[rows, width, stages]`` for copy engine and tensor cores."""
     atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, width)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, dtype), (rows, width, stages), order=(0, 1, 2))
 
@@ -42,8 +40,9 @@ def shared_tensor(smem, dtype, layout):
 
 
 def packed_heads_view(tensor, pack):
-    """Return a tensor ``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``: a row of a tile is then a
-    token and one of ``pack`` heads.
+    """Return a tensor ``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``.
+
+    A row of a tile is then a token and one of ``pack`` heads.
     """
     (heads, rows), width = tensor.shape
     stride = (tensor.stride[0], tensor.stride[1], tensor.stride[0][0] * pack)
@@ -77,8 +76,10 @@ def as_operand(accumulator):
 
 
 def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
-    """Return the tiled product of 64 rows and ``columns`` columns by one warp group; its left operand comes from shared
-    memory or, with ``from_registers``, from registers.
+    """Return the tiled product of 64 rows and ``columns`` columns by one warp group.
+
+    The left operand comes from shared memory or, with ``from_registers``, from registers. ``a_mode`` and ``b_mode`` say
+    which dimension of each operand is contiguous.
     """
     source = warpgroup.OperandSource.RMEM if from_registers else warpgroup.OperandSource.SMEM
     return sm90.make_trivial_tiled_mma(
@@ -88,8 +89,9 @@ def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
 
 @cute.jit
 def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
-    """Start the products of all ``pairs`` of operands and add them to ``accumulator``; with ``fresh`` the first one
-    overwrites it. The caller waits for the results.
+    """Start the products of all ``pairs`` of operands and add them to ``accumulator``.
+
+    With ``fresh`` the first one overwrites it. The caller waits for the results.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
@@ -113,8 +115,9 @@ def rounded_pair(low, high, dtype, *, loc=None, ip=None):
 
 @cute.jit
 def round_to(source, target):
-    """Round float32 registers to 16-bit ones at this point of the code. The compiler would move a plain conversion to
-    the place where its result is used, after other work.
+    """Round float32 registers to 16-bit ones at this point of the code.
+
+    The compiler would move a plain conversion to the place where its result is used, after other work.
     """
     words = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -123,7 +126,7 @@ def round_to(source, target):
 
 @dsl_user_op
 def seen_bits(first, last, *, loc=None, ip=None):
-    """Return a word of 32 bits in which the bits ``first`` to ``last`` are set; both may be any integers.
+    """Return a word of 32 bits in which the bits ``first`` to ``last``, inclusive, are set; both may be any integers.
 
     This relies on PTX, in which shifts by 32 or more give 0.
     """
@@ -144,8 +147,9 @@ def seen_bits(first, last, *, loc=None, ip=None):
 
 @dsl_user_op
 def kept(word, bits, bit, *, loc=None, ip=None):
-    """Return ``word`` if bit number ``bit`` of ``bits`` is set, else 0. ``bit`` is a constant, so this is one test and
-    one selection.
+    """Return ``word`` if bit number ``bit`` of ``bits`` is set, else 0.
+
+    ``bit`` is a constant, so this is one test and one selection.
     """
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (word, bits)]
     code = f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {1 << bit}; setp.ne.s32 p, t, 0; selp.b32 $0, $1, 0, p; }}"
@@ -182,9 +186,11 @@ def read_record(records, turn, record):
 
 
 def record_fields(record):
-    """Return the fields of a record (:func:`flexcp.executor.kernels.cute.items.records`): first row (-1: no more
-    items), last row + 1, first segment, blocks; first key, blocks and mask of that segment; group of heads; counter and
-    place of a part; whether the item is the last, and whether it is the first, to add to its rows.
+    """Return the 12 fields of a record, which describes an item (:func:`flexcp.executor.kernels.cute.items.records`).
+
+    They are: first row (-1: no more items), last row + 1, first segment, blocks; first key, blocks and mask of that
+    segment; group of heads; counter and place of a part of a tile; whether the item is the last, and whether it is the
+    first, to add to its rows.
     """
     return [record[i] for i in range(12)]
 
@@ -200,7 +206,10 @@ def segment_start(segments, segment):
 
 @cute.jit
 def segment_limits(segments, segment):
-    """Return lo, hi, the end of the keys, q0 and q1 of a segment."""
+    """Return lo, hi, the end of the keys, q0 and q1 of a segment: row q sees key k if ``lo <= k - q <= hi``.
+
+    Only rows ``q0 <= q < q1`` and keys before the end do.
+    """
     at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
     found = cute.make_rmem_tensor(8, Int32)
     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), found)
@@ -232,7 +241,10 @@ def load_box(atom, source, target, bar):
 
 @cute.jit
 def zero_from(buffer, valid, thread):
-    """Zero the rows of a buffer from row ``valid`` on: memory past the end may hold anything, and 0 * NaN is NaN."""
+    """Zero the rows of a buffer from row ``valid`` on.
+
+    Memory past the end may hold anything, and 0 * NaN is NaN.
+    """
     rows, width = buffer.shape[0], buffer.shape[1]
     zeros = cute.make_rmem_tensor(8, buffer.element_type)
     zeros.fill(0.0)

@@ -28,11 +28,10 @@ M = 64  # packed queries of a block
 
 
 def tensor_addresses(dq_memory, wg, row, lane, width):
-    """Return four addresses of this thread's numbers of dq in the shared buffer, for order "rows"; the other addresses
-    are at constant distances from them.
+    """Return four addresses of this thread's numbers of dq in the shared buffer, for dq in the order "rows".
 
-    The buffer has rows of 32 numbers whose eight chunks of 16 bytes are permuted by the row number, as the copy engine
-    expects.
+    The other addresses are at constant distances from them. The buffer has rows of 32 numbers whose eight chunks of 16
+    bytes are permuted by the row number, as the copy engine expects.
     """
     chunk16 = ((lane % 4) // 2) ^ (row % 8)
     first = wg * (M * width) + row * 32 + (lane % 2) * 2
@@ -41,7 +40,7 @@ def tensor_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_tensor(dq_at, acc_dQ, width: cutlass.Constexpr[int], scale):
-    """Store this thread's numbers of a block's dq, scaled, in the shared buffer, for order "rows"."""
+    """Store this thread's numbers of a block's dq, scaled, in the shared buffer, for dq in the order "rows"."""
     rows = by_rows(acc_dQ)
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(width // 8):
@@ -51,8 +50,9 @@ def save_tensor(dq_at, acc_dQ, width: cutlass.Constexpr[int], scale):
 
 
 def open_addresses(dq_memory, wg, row, lane, width):
-    """Return this thread's addresses in the shared buffer for order "open": those of column groups 0 and 1; the others
-    are at constant distances.
+    """Return this thread's addresses in the shared buffer, for dq in the order "open".
+
+    They are those of column groups 0 and 1; the others are at constant distances.
     """
     chunk16 = ((lane % 4) * 2) ^ (row % 8)
     first = wg * (M * width) + row * 32
@@ -61,7 +61,7 @@ def open_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
-    """Store this thread's numbers of a block's dq in the shared buffer, for order "open"."""
+    """Store this thread's numbers of a block's dq in the shared buffer, for dq in the order "open"."""
     rows = by_rows(acc_dQ)
     for r in cutlass.range_constexpr(2):
         for g in cutlass.range_constexpr(width // 16):
@@ -69,8 +69,9 @@ def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
 
 
 def sums_addresses(dq_memory, wg, row, lane, width):
-    """Return this thread's addresses in the shared buffer for order "alone": those of column groups 0 and 1 in an even
-    row.
+    """Return this thread's addresses in the shared buffer, for dq in the order "alone".
+
+    They are those of column groups 0 and 1 in an even row.
     """
     first = dq_memory + (wg * (M * width) + row * width + (lane % 4) * 4)
     return [first, first + 16]
@@ -78,8 +79,9 @@ def sums_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_sums(dq_at, acc_dQ, width: cutlass.Constexpr[int], odd):
-    """Store this thread's numbers of a block's dq in the shared buffer, for order "alone"; ``odd`` is 1 if its rows
-    have odd numbers.
+    """Store this thread's numbers of a block's dq in the shared buffer, for dq in the order "alone".
+
+    ``odd`` is 1 if its rows have odd numbers, else 0.
     """
     rows = by_rows(acc_dQ)
     even_at, odd_at = dq_at[0] + odd * 16, dq_at[1] - odd * 16
@@ -124,10 +126,11 @@ def add_four(target, numbers, *, loc=None, ip=None):
 
 @cute.jit
 def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor):
-    """Add this thread's rows of dk or dv to float32 memory, because several programs may compute parts of a tile.
+    """Add this thread's rows of dk or dv, times ``factor``, to float32 memory.
 
-    Neighbouring threads exchange pairs of numbers, so that each has four adjacent ones: of every 16 columns, the even
-    thread gets numbers of columns 0 to 7 and the odd one those of columns 8 to 15.
+    They are added, because several programs may compute parts of a tile. Neighbouring threads exchange pairs of
+    numbers, so that each has four adjacent ones: of every 16 columns, the even thread gets numbers of columns 0 to 7
+    and the odd one those of columns 8 to 15.
     """
     rows = by_rows(accumulator)
     odd = column0 % 4 != 0
@@ -149,7 +152,7 @@ def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column
 
 @cute.jit
 def write_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor, dtype):
-    """Write this thread's rows of dk or dv to memory, rounded to ``dtype``."""
+    """Write this thread's rows of dk or dv, times ``factor``, to memory, rounded to ``dtype``."""
     rows, out = by_rows(accumulator), cute.recast_ptr(out, dtype=dtype)
     for r in cutlass.range_constexpr(2):
         if key + 8 * r < key1:

@@ -48,8 +48,9 @@ def vector_at(dtype, pointer, size: cutlass.Constexpr[int]):
 
 
 class Before:
-    """The kernel that computes delta, packs the statistics (LSE in base 2, then delta) and clears the sums, for heads
-    of ``8 * LANES`` numbers.
+    """The kernel that computes delta, packs the statistics (LSE in base 2, then delta) and clears the sums.
+
+    It is for heads of ``8 * LANES`` numbers.
     """
 
     def __init__(self, dtype, pack, has_dlse):
@@ -154,7 +155,10 @@ class Before:
 
 
 class After:
-    """The kernel that makes dq from the sums: scaled, rounded, and with rows and columns in place."""
+    """The kernel that makes dq from the sums of a backward: scaled, rounded, and with rows and columns in place.
+
+    The order of the sums in memory is that of the module docstring.
+    """
 
     def __init__(self, dtype, pack):
         self.dtype, self.pack = dtype, pack
@@ -214,8 +218,9 @@ class After:
 
 
 class Close:
-    """The kernel that closes an open dq: it puts the columns in place and scales them, in the same memory, or rounded
-    to ``dtype`` in another tensor. A warp handles a row.
+    """The kernel that closes an open dq: it puts the columns in place and scales them.
+
+    It writes to the same memory, or rounded to ``dtype`` to another tensor. A warp handles a row.
     """
 
     def __init__(self, dtype):
@@ -235,8 +240,9 @@ class Close:
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """Launch the kernel. Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``out`` may be
-        ``dq``.
+        """Launch the kernel; ``out`` may be ``dq``.
+
+        Strides are in elements; those of ``dq`` are multiples of 16 bytes.
         """
         at_once = THREADS // 32 * LAPS
         programs = (rows * heads + at_once - 1) // at_once

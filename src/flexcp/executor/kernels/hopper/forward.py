@@ -291,9 +291,7 @@ def _compute(
 
 @gluon.jit
 def whose(program, n_tiles, groups, chunk):
-    """Return the tile and the group of heads of item ``program``; each group takes ``chunk`` tiles before the next
-    group's turn.
-    """
+    """Return the tile and the group of heads of item ``program``; each group takes ``chunk`` tiles in its turn."""
     first = program // (chunk * groups) * chunk
     within = program - first * groups
     width = gl.minimum(chunk, n_tiles - first)
@@ -327,8 +325,9 @@ def _bounds(row, segment):
 
 @gluon.jit
 def _softmax(s, top, total, scale, softcap, SOFTCAP: gl.constexpr):
-    """Return probabilities, running maximum and sum, and the factor of older results, after a block of logits (base
-    2).
+    """Return probabilities, running maximum, running sum, and the factor of older results, after a block of logits.
+
+    Maximum and exponents are in base 2.
     """
     if SOFTCAP:
         s = gl.where(s == float("-inf"), s, tanh(s * scale))
@@ -348,7 +347,7 @@ def tanh(x):
 
 @gluon.jit
 def zero_tail(values, valid, N: gl.constexpr, V: gl.constexpr):
-    """Zero the rows from row ``valid`` on. Both warp groups do this; they write the same zeros."""
+    """Zero the rows of a buffer from row ``valid`` on; both warp groups do this, and write the same zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [4, 1], [1, 0])
     CHUNK: gl.constexpr = 16
     for i in gl.static_range(N // CHUNK):

@@ -1,5 +1,6 @@
-"""The Hopper kernel: head sizes 64 and 128 in bf16 or fp16 on sm90, in Gluon. It has the interface of
-:mod:`flexcp.executor.kernels`.
+"""The Hopper kernel: head sizes 64 and 128 in bf16 or fp16 on sm90, in Gluon.
+
+It has the interface of :mod:`flexcp.executor.kernels`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 
 
 class HopperWork(WorkList):
-    """A work list whose tiles are walked in segments."""
+    """A work list whose tiles are walked in segments, ranges of blocks that all need a mask or all do not."""
 
     @cached_property
     def pack(self) -> int:
@@ -67,7 +68,7 @@ class HopperWork(WorkList):
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows."""
+        """Tiles of packed query rows (a token and one of the query heads that share a tile)."""
         return Segments.of(query_tiles(self.slices, self.share), BLOCK, self.device)
 
     @cached_property
@@ -82,8 +83,9 @@ class HopperWork(WorkList):
         return self._key_segments(longest_part(self._key_tiles, self.kv_heads, self.share, units))
 
     def in_turn(self, programs: int) -> int:
-        """Return how many tiles of queries a group of heads takes per turn; cached, because launches must not make the
-        host wait.
+        """Return how many tiles of queries a group of heads takes per turn, if ``programs`` GPU programs run.
+
+        The result is cached, because launches must not make the host wait.
         """
         if programs not in self._turns:
             row_bytes = (self.head_dim + self.v_head_dim) * 2  # all DTYPES have two bytes
@@ -106,7 +108,7 @@ class HopperWork(WorkList):
 
 @dataclass(frozen=True)
 class Segments:
-    """A segment list on the host (``made``) and on its device, and the number of blocks of each tile."""
+    """A segment list on the host (``made``) and its tables on the device, and the number of blocks of each tile."""
 
     made: SegmentList
     blocks: Ints
@@ -117,7 +119,7 @@ class Segments:
     def of(
         made: TileList, block: int, device: torch.device, longest: int | None = None, descending: bool = False
     ) -> Segments:
-        """Cut a tile list into segments and upload them."""
+        """Cut a tile list into segments and upload them; the arguments are those of :func:`segment_list`."""
         cut = segment_list(made, block, longest, descending)
         tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
         return Segments(cut, cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
@@ -131,7 +133,10 @@ class Segments:
 def prepare(
     slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device
 ) -> HopperWork:
-    """Make the work list of ``slices``, for every layer and for forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward.
+
+    Raises NotImplementedError if the kernel does not support the device or head sizes.
+    """
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -289,7 +294,10 @@ def _backward_queries(
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
-    """Return which fraction of the pairs that the tiles compute attend: an upper bound of the kernel's efficiency."""
+    """Return the fraction of the (query, key) pairs in computed blocks that attend.
+
+    It is an upper bound of the kernel's efficiency. ``share`` is the number of query heads per KV head.
+    """
     pack = packed_heads(share)
     shares = [useful(slices, query_tiles(slices, share), TILE // pack * BLOCK)]
     if not backward:
@@ -299,8 +307,9 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
 
 
 def programs_of(items: int, settings: Settings, work: HopperWork) -> int:
-    """Return the number of programs of a launch: one for each multiprocessor outside of the SM margin, and at most
-    ``items``.
+    """Return the number of GPU programs of a launch.
+
+    It is one for each multiprocessor outside of the SM margin, and at most ``items``.
     """
     return min(items, max(1, multiprocessors(work.device) - settings.sm_margin))
 
@@ -314,7 +323,8 @@ def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
 
 @lru_cache
 def _layout(rows: int, heads: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the layout of a box in shared memory. It is cached, because a launch needs three or four of them, and
-    finding one takes the host as long as launching.
+    """Return the layout of a box in shared memory.
+
+    It is cached, because a launch needs three or four of them, and finding one takes the host as long as launching.
     """
     return gl.NVMMASharedLayout.get_default_for([rows, heads, width], GLUON_DTYPES[dtype])

@@ -1,5 +1,4 @@
-"""Rings: how a loading warp of the Hopper kernels hands buffers to two computing warp groups, and how all of them walk
-the work list.
+"""Rings: how a loading warp of the Hopper kernels hands buffers to two computing warp groups, and how they share work.
 
 A *ring* is a row of buffers with two barriers each: *full*, on which the computing groups wait for the copy engine, and
 *free*, on which the loading warp waits for both groups. Each side keeps its slot in the ring and the phase of the
@@ -23,7 +22,10 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 @gluon.jit
 def ring_barriers(SLOTS: gl.constexpr, FULL: gl.constexpr):
-    """Allocate and initialise the barriers of a ring: ``FULL`` full ones for every slot, then a free one for each."""
+    """Allocate and initialise the barriers of a ring of ``SLOTS`` buffers.
+
+    First come ``FULL`` full barriers for every slot, then a free one for each slot.
+    """
     bars = gl.allocate_shared_memory(gl.int64, [(FULL + 1) * SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(FULL * SLOTS):
         mbarrier.init(bars.index(i), count=1)
@@ -44,14 +46,14 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def first_item():
-    """Return this program's first item, and the step to its next item."""
+    """Return this program's first item, and the step to its next item; items are taken in a zigzag."""
     item = gl.program_id(0)
     return item, 2 * (gl.num_programs(0) - item) - 1
 
 
 @gluon.jit
 def next_item(item, step):
-    """Return the next item, and the step to the one after it."""
+    """Return the next item of this program, and the step to the one after it."""
     return item + step, 2 * gl.num_programs(0) - step
 
 
@@ -69,7 +71,7 @@ def next_block(at, left, segment, segments, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_slot(tensor, at, bars, buffers, slot, phase, SLOTS: gl.constexpr, BYTES: gl.constexpr):
-    """Start to fill a slot with a box of a tensor, once the slot is free."""
+    """Start to fill a slot with a box of a tensor once the slot is free: ``BYTES`` bytes from coordinates ``at`` on."""
     mbarrier.wait(bars.index(SLOTS + slot), phase)
     mbarrier.expect(bars.index(slot), BYTES)
     load_box(tensor, at, bars.index(slot), buffers.index(slot))
@@ -96,8 +98,9 @@ def load_keys(
     V: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """Fill the rings of keys and values with the blocks of a tile, beginning at ``key``; return the slot and phase
-    after them.
+    """Fill the rings of keys and values with the blocks of a tile, beginning at ``key``.
+
+    Returns the slot and phase after them.
     """
     size: gl.constexpr = k.dtype.primitive_bitwidth // 8
     for _ in range(blocks):

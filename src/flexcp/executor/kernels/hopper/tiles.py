@@ -1,10 +1,10 @@
-"""Tiles of the Hopper kernel: how it cuts a work list into launches, as integers, so that the work of a launch can be
-counted on any machine.
+"""Tiles of the Hopper kernel: how it cuts a work list into launches, as integers.
 
-A launch has one persistent program for each multiprocessor. Its *items* are pairs of a tile and a group of heads.
-Longest tiles come first, and each group takes ``turn`` tiles before the next group's turn. Program p of n takes the
-items p, 2n - 1 - p, 2n + p, ... (*zigzag*). A forward is one launch over tiles of queries. A backward is one launch
-over tiles of keys (dk and dv; long tiles are split) and one over tiles of queries (dq).
+Nothing here needs a GPU, so the work of a launch can be counted on any machine. A launch has one persistent program for
+each multiprocessor. Its *items* are pairs of a tile and a group of heads. Longest tiles come first, and each group
+takes ``turn`` tiles before the next group's turn. Program p of n takes the items p, 2n - 1 - p, 2n + p, ... (*zigzag*).
+A forward is one launch over tiles of queries. A backward is one launch over tiles of keys (dk and dv; long tiles are
+split) and one over tiles of queries (dq).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcp.executor.kernels.tiles import NO_BORDERS, SegmentList, TileList, seg
 
 Ints = NDArray[np.int64]
 TILE = 128
-"""Packed query rows of a tile: 64 for each of two warp groups."""
+"""Packed query rows (a token and a head each) of a tile: 64 for each of two warp groups."""
 BLOCK = 128
 """Keys of a block in the forward, and of a tile in the backward."""
 QUERIES = 64
@@ -30,26 +30,33 @@ PARTS, SHORTEST_PART = 6, 32
 
 
 def packed_heads(share: int) -> int:
-    """Return how many of the ``share`` query heads of a KV head are in one tile: the largest power of two that divides
-    ``share``, at most ``TILE // 2``.
+    """Return how many of the ``share`` query heads of a KV head are in one tile.
+
+    It is the largest power of two that divides ``share``, at most ``TILE // 2``.
     """
     return min(share & -share, TILE // 2)
 
 
 def query_tiles(slices: Ints, share: int, borders: Ints = NO_BORDERS) -> TileList:
-    """Return tiles of packed query rows; none has rows on both sides of one of ``borders``."""
+    """Return tiles of packed query rows (a token and a head each), for ``share`` query heads per KV head.
+
+    No tile has rows on both sides of one of ``borders``.
+    """
     return tile_list(slices, TILE // packed_heads(share), BLOCK, borders=borders)
 
 
 def key_tiles(slices: Ints, share: int) -> TileList:
-    """Return tiles of keys with blocks of packed query rows."""
+    """Return tiles of keys with blocks of packed query rows, for ``share`` query heads per KV head."""
     return tile_list(transposed(slices), BLOCK, QUERIES // packed_heads(share), odd_clear=False)
 
 
 def longest_part(
     made: TileList, kv_heads: int, share: int, units: int, parts: int = PARTS, shortest: int = SHORTEST_PART
 ) -> int:
-    """Return the most blocks of a tile of keys before it is split, on ``units`` multiprocessors."""
+    """Return the most blocks that a tile of keys may have before it is split, on ``units`` multiprocessors.
+
+    A multiprocessor then gets about ``parts`` parts of tiles. The result is at least ``shortest``.
+    """
     blocks = made.blocks * kv_heads * (share // packed_heads(share))
     return max(shortest, blocks // (units * parts))
 
@@ -57,11 +64,11 @@ def longest_part(
 def tiles_in_turn(blocks: Ints, row_bytes: int, groups: int, kv_heads: int, programs: int) -> int:
     """Return how many tiles a group of heads takes before the next group's turn: 1, or the number of programs.
 
-    Programs that run at the same time walk the keys in step and share them through the L2 cache (a key and its value
-    are ``row_bytes``). With one tile per turn they walk the keys of all KV heads at once. If the keys of the longest
-    tile are too many for the L2, it is better to walk one KV head at a time: on an H200 with a full mask, 65,536 tokens
-    and 8 KV heads (256 MiB) the forward rose from 504 to 562 TFLOP/s, and dq fell from 184 to 164 ms. At 16,384 tokens
-    (64 MiB) it costs the forward 5 %. Nothing between was measured.
+    ``blocks`` are the blocks of each tile, and a key and its value are ``row_bytes``. Programs that run at the same
+    time walk the keys in step and share them through the L2 cache. With one tile per turn they walk the keys of all KV
+    heads at once. If the keys of the longest tile are too many for the L2, it is better to walk one KV head at a time:
+    on an H200 with a full mask, 65,536 tokens and 8 KV heads (256 MiB) the forward rose from 504 to 562 TFLOP/s, and dq
+    fell from 184 to 164 ms. At 16,384 tokens (64 MiB) it costs the forward 5 %. Nothing between was measured.
 
     The result is 1 if long turns would leave the long tiles to few programs, because each group begins with its longest
     tiles: causal blockwise with 65,536 tokens ran at 188 TFLOP/s that way, and at 357 with half the tokens.
@@ -73,7 +80,10 @@ def tiles_in_turn(blocks: Ints, row_bytes: int, groups: int, kv_heads: int, prog
 
 
 def loads(of_tile: Ints, groups: int, turn: int, programs: int) -> Ints:
-    """Return the work of each program, if ``of_tile`` is the work of each tile."""
+    """Return the work of each of ``programs`` programs, if ``of_tile`` is the work of each tile for one group of heads.
+
+    There are ``groups`` groups of heads, which take ``turn`` tiles in turn; the items are dealt in a zigzag.
+    """
     item = np.arange(len(of_tile) * groups)
     first = item // (turn * groups) * turn
     width = np.minimum(turn, len(of_tile) - first)
@@ -84,8 +94,10 @@ def loads(of_tile: Ints, groups: int, turn: int, programs: int) -> Ints:
 
 
 def launches(slices: Ints, heads: int, kv_heads: int, row_bytes: int, units: int, backward: bool) -> list[Ints]:
-    """Return the work of each launch of a direction (dk and dv before dq): a table ``[program, 3]`` of blocks without a
-    mask, blocks with one, and tiles.
+    """Return the work of each launch of a direction, dk and dv before dq.
+
+    The work of a launch is a table ``[program, 3]``: blocks without a mask, blocks with one, and tiles. ``row_bytes``
+    are the bytes of a key and its value, ``units`` is the number of multiprocessors.
     """
     share = heads // kv_heads
     queries = segment_list(query_tiles(slices, share), BLOCK)

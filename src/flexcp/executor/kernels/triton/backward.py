@@ -114,7 +114,7 @@ def keys_kernel(
     UNIT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Compute tiles of keys one after the other (``PERSISTENT``), or one tile per program.
+    """Compute dk and dv of tiles of keys: one tile per program, or several one after the other (``PERSISTENT``).
 
     In one piece: its lines are the names of arguments, which are passed on in one of two places.
     """
@@ -426,7 +426,7 @@ def _keys_block(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return dk and dv with one block of queries added, which begins at ``query``."""
+    """Return dk and dv with the block of queries added that begins at ``query``."""
     whole: tl.constexpr = (not EDGE) and (BLOCK_M % PACK == 0)
     live = (query + row < end) & (row < BLOCK_M // PACK)
     d_live, e_live = live[:, None] & (d < D)[None, :], live[:, None] & (e < V)[None, :]
@@ -477,8 +477,10 @@ def _packed(
     WHOLE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load a block of packed rows and heads: by a tensor descriptor, which ignores ``live``, or by pointers, with 0
-    where ``live`` is false.
+    """Load a block of packed rows (a token and a head each) from row ``row0`` and head ``head0`` on.
+
+    A tensor descriptor (``TMA``) ignores ``live``. Pointers give 0 where ``live`` is false, unless ``WHOLE`` says that
+    it never is.
     """
     if TMA:
         block = x.load([row0, head0, 0]).reshape(BLOCK_M, BLOCK_D)
@@ -535,7 +537,7 @@ def queries_kernel(
     UNIT: tl.constexpr,
     FRESH: tl.constexpr,
 ):
-    """Compute tiles of queries one after the other (``PERSISTENT``), or one tile per program.
+    """Compute dq of tiles of queries: one tile per program, or several one after the other (``PERSISTENT``).
 
     In one piece: its lines are the names of arguments, which are passed on in one of two places.
     """
@@ -833,7 +835,7 @@ def _queries_block(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return dq with one block of keys added, which begins at ``key``."""
+    """Return dq with the block of keys added that begins at ``key``."""
     within = (key + n < end)[:, None]
     d_live, e_live = within & (d < D)[None, :], within & (e < V)[None, :]
     keys_ND = load_block(k, key, kv_head, sk0, sk1, n, d, d_live, BLOCK_N, BLOCK_D, (not EDGE) and BLOCK_D == D, TMA)

@@ -86,7 +86,7 @@ def forward_kernel(
     TMA: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Compute tiles one after the other (``PERSISTENT``), or one tile per program.
+    """Compute the attention of tiles: one tile per program, or several one after the other (``PERSISTENT``).
 
     In one piece: its lines are the names of arguments, which are passed on in one of two places.
     """
@@ -298,11 +298,10 @@ def _tile(
 
 @triton.jit
 def whose(program, n_tiles, groups, chunk):
-    """Return the tile and the group of heads of a program; each group takes ``chunk`` tiles before the next group's
-    turn.
+    """Return the tile and the group of heads of item ``program``.
 
-    With large chunks, programs that run at the same time read the same keys; with small ones, long tiles of the last
-    group do not start late.
+    Each group takes ``chunk`` tiles before the next group's turn. With large chunks, programs that run at the same time
+    read the same keys; with small ones, long tiles of the last group do not start late.
     """
     first = program // (chunk * groups) * chunk
     within = program - first * groups
@@ -314,8 +313,10 @@ def whose(program, n_tiles, groups, chunk):
 def load_block(
     x, row, head, s0, s1, n, d, live, N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr
 ):
-    """Load ``N`` rows of one head from row ``row`` on: by a tensor descriptor, which ignores ``live``, or by pointers,
-    with 0 where ``live`` is false.
+    """Load ``N`` rows of one head from row ``row`` on.
+
+    A tensor descriptor (``TMA``) ignores ``live``. Pointers give 0 where ``live`` is false, unless ``WHOLE`` says that
+    it never is.
     """
     if TMA:
         block = x.load([row, head, 0]).reshape(N, BLOCK_D)
@@ -327,8 +328,9 @@ def load_block(
 
 @triton.jit
 def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Return logits as (s, unit), meaning ``s * unit``: the compiler fuses this product with the subtraction in the
-    exponent.
+    """Return logits as (s, unit), meaning ``s * unit``.
+
+    The compiler fuses this product with the subtraction in the exponent.
     """
     if SOFTCAP:
         return tanh(s_MN * scale), softcap * base_of(PRECISION)
@@ -337,8 +339,10 @@ def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def added(acc, a, b, PRECISION: tl.constexpr):
-    """Return ``acc + a @ b``. In float32 the product of a block is summed by itself first, so that chains of roundings
-    stay short. It is written as a difference, because Triton would merge a sum into one chain again.
+    """Return ``acc + a @ b``.
+
+    In float32 the product of a block is summed by itself first, so that chains of roundings stay short. It is written
+    as a difference, because Triton would merge a sum into one chain again.
     """
     exact: tl.constexpr = PRECISION == "ieee"
     return acc - tl.dot(-a, b, input_precision="ieee") if exact else tl.dot(a, b, acc, input_precision=PRECISION)
@@ -352,7 +356,7 @@ def power(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def base_of(PRECISION: tl.constexpr):
-    """Return the factor from natural logits to those of the kernel."""
+    """Return the factor from natural logits to those of the kernel: 1 for float32, else log2(e)."""
     return 1.0 if PRECISION == "ieee" else LOG2E
 
 

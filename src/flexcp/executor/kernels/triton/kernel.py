@@ -36,19 +36,23 @@ RESIDENT = 2
 PARTS, SHORTEST_PART = 6, 16
 """For dk and dv: about how many parts of tiles each running program gets, and the fewest blocks of a part."""
 CHUNK, UNEVEN = 32, 0.07
-"""How many tiles a group of heads takes per turn, if tiles are uneven; and the share of a program's work above which
-the longest tile makes them uneven.
+"""How many tiles a group of heads takes per turn, if tiles are uneven; and when they are uneven.
+
+They are if the longest tile is more than the share ``UNEVEN`` of one program's work.
 """
 ALIGNMENT, UNIT = 16, 16
-"""Inputs begin at a multiple of ``ALIGNMENT`` bytes, and their strides are multiples of ``UNIT`` elements (8 for head
-sizes that are no multiple of 16). Other inputs are copied.
+"""Inputs begin at a multiple of ``ALIGNMENT`` bytes, and their strides are multiples of ``UNIT`` elements.
+
+``UNIT`` is 8 instead for head sizes that are no multiple of 16. Other inputs are copied.
 """
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of one kernel: packed queries (``m``) and keys (``n``) of a block, warps, and the depth of the pipelines of
-    clear and of edge blocks.
+    """Sizes of one kernel: packed queries (``m``) and keys (``n``) of a block, and warps of a GPU program.
+
+    A packed query is a token and one of the query heads that share a KV head. ``stages`` and ``edge_stages`` are the
+    depths of the software pipelines of blocks without and with a mask.
     """
 
     m: int
@@ -87,9 +91,7 @@ class Tiles:
 
 
 class WorkList:
-    """The slices of a call as tiles, for the given heads. The tiles of each kernel are made when they are first
-    needed.
-    """
+    """The slices of a call as tiles, for the given heads; each kernel's tiles are made when they are first needed."""
 
     def __init__(self, slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device):
         self.slices, self.heads, self.kv_heads, self.device = slices, heads, kv_heads, numbered(device)
@@ -104,8 +106,9 @@ class WorkList:
 
     @cached_property
     def residents(self) -> int:
-        """How many programs run at a time; a small number on a CPU (the interpreter), so that tests split short lists
-        too.
+        """How many GPU programs run at a time.
+
+        On a CPU (Triton's interpreter) it is a small number, so that tests split short lists too.
         """
         return RESIDENT * (multiprocessors(self.device) if self.device.type == "cuda" else 2)
 
@@ -114,11 +117,11 @@ class WorkList:
         return {}
 
     def rows(self, blocks: Blocks) -> Tiles:
-        """Return tiles of packed query rows, for blocks of these sizes."""
+        """Return tiles of packed query rows (a token and a head), for blocks of these sizes."""
         return self._tiles("rows", blocks.m // blocks.pack(self.share), blocks.n)
 
     def keys(self, blocks: Blocks) -> Tiles:
-        """Return tiles of keys with blocks of packed query rows."""
+        """Return tiles of keys with blocks of packed query rows, for blocks of these sizes."""
         return self._tiles("keys", blocks.n, blocks.m // blocks.pack(self.share))
 
     def split_keys(self, blocks: Blocks) -> Tiles:
@@ -126,7 +129,10 @@ class WorkList:
         return self._tiles("split", blocks.n, blocks.m // blocks.pack(self.share))
 
     def _tiles(self, side: str, height: int, block: int) -> Tiles:
-        """Return the tiles of one side ("rows", "keys" or "split"), made on first use."""
+        """Return the tiles of one side ("rows", "keys" or "split"), made on first use.
+
+        ``height`` is the number of rows (or keys) of a tile, ``block`` that of keys (or rows) of a block.
+        """
         key = (side, height, block)
         if key not in self._made:
             if side == "rows":
@@ -141,7 +147,11 @@ class WorkList:
 
 
 def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> WorkList:
-    """Make the work list of ``slices``, for every layer and for forward and backward."""
+    """Make the work list of ``slices``, for every layer and for forward and backward.
+
+    Raises NotImplementedError if the kernel does not support the device or head sizes, and ValueError if ``heads`` is
+    no multiple of ``kv_heads``.
+    """
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
@@ -353,10 +363,10 @@ def _launch_queries(
 
 
 def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) -> Tensor:
-    """Return LSE times ``base``, and delta, as a flat tensor in the order ``[2, heads / pack, rows, pack]``, in which
-    the numbers of a block of packed queries are adjacent.
+    """Return LSE times ``base``, and delta, as a flat float32 tensor in the order ``[2, heads / pack, rows, pack]``.
 
-    The tensor is a little longer than that, because a block may reach past the last row.
+    So the numbers of a block of packed queries are adjacent. The tensor is a little longer than that, because a block
+    may reach past the last row.
     """
     rows, heads = lse_TH.shape
     packed = torch.empty(2 * rows * heads + PACK_BLOCK, dtype=torch.float32, device=lse_TH.device)
@@ -367,13 +377,14 @@ def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) ->
 
 
 def _float32_blocks(work: WorkList) -> Blocks:
-    """Return the block sizes of every kernel in float32."""
+    """Return the block sizes that all kernels use in float32."""
     return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
 
 
 def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of the forward kernel: those that were fastest on an H200 (docs/kernels.md), or that fit
-    the shared memory of other GPUs.
+    """Return the block sizes of the forward kernel.
+
+    They are those that were fastest on an H200 (docs/kernels.md), or that fit the shared memory of other GPUs.
     """
     if dtype == torch.float32:
         return _float32_blocks(work)
@@ -401,8 +412,10 @@ def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
-    """Return which fraction of the pairs that the tiles compute attend: an upper bound of the kernel's efficiency. It
-    holds for bfloat16 heads of up to 128 on Hopper.
+    """Return the fraction of the (query, key) pairs in computed blocks that attend.
+
+    It is an upper bound of the kernel's efficiency, and holds for bfloat16 heads of up to 128 on Hopper. ``share`` is
+    the number of query heads per KV head.
     """
     forward, back = Blocks(128, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2, tma=True)
     if not backward:
@@ -415,8 +428,7 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
 
 
 def tiles_in_turn(made: TileList, groups: int, residents: int) -> int:
-    """Return how many tiles a group of heads takes before the next group's turn, if ``residents`` programs run at a
-    time.
+    """Return how many tiles a group of heads takes before the next group's turn; ``residents`` programs run at a time.
 
     Programs that run at the same time should read the same keys. So if tiles are even, a group takes all of them in one
     turn (on an H200 with a full mask and 16,384 tokens the forward ran at 457 TFLOP/s that way, and at 447 in turns of
@@ -446,7 +458,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _grid(programs: int, margin: int, device: torch.device) -> tuple[int]:
-    """Return the grid of a launch: one GPU program per item, or with an SM margin one per remaining multiprocessor."""
+    """Return the grid of a launch: one GPU program per item, or with an SM margin one per remaining multiprocessor.
+
+    ``programs`` is the number of items (a tile with a group of heads).
+    """
     if margin <= 0 or device.type != "cuda":
         return (programs,)
     return (min(programs, max(1, multiprocessors(device) - margin)),)
@@ -472,15 +487,16 @@ def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dic
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """Return the tensor descriptor for blocks of ``rows`` rows and ``heads`` heads; columns of a block beyond the head
-    size are read as zeros.
+    """Return the tensor descriptor for blocks of ``rows`` rows and ``heads`` heads.
+
+    Columns of a block beyond the head size are read as zeros.
     """
     block = [rows, heads, columns(x_THD.shape[2])]
     return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), block)
 
 
 def columns(size: int) -> int:
-    """Return the width of a block for a head size: the next power of two, as Triton needs."""
+    """Return the width of a block for a head size: the next power of two, as Triton needs, at least ``NARROWEST``."""
     return max(NARROWEST, int(triton.next_power_of_2(size)))
 
 
@@ -490,8 +506,9 @@ def base_of(dtype: torch.dtype) -> float:
 
 
 def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the factor of q.k, and the softcap (0 for none). Without a softcap the product is a logit in the kernels'
-    base; with one it is the argument of tanh.
+    """Return the factor of q.k, and the softcap (0 for none); raise ValueError if the scale is not above 0.
+
+    Without a softcap the factor times q.k is a logit in the kernels' base; with one it is the argument of tanh.
     """
     if not settings.scale > 0:
         raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
@@ -501,8 +518,9 @@ def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def strides(*tensors: Tensor, unit: int = UNIT) -> list[int]:
-    """Return the strides of rows and heads of each tensor: in units of ``unit`` elements for 3-D tensors, in elements
-    for 2-D ones (statistics).
+    """Return the strides of rows and heads of each tensor, as integers for a launch.
+
+    They are in units of ``unit`` elements for 3-D tensors, and in elements for 2-D ones (statistics).
     """
     return [s if t.dim() == 2 else s // unit for t in tensors for s in t.stride()[:2]]
 
@@ -521,7 +539,11 @@ def _fits(x: Tensor, unit: int) -> bool:
 def check(
     work: WorkList, supports: Callable[..., str | None], q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 ) -> None:
-    """Raise if tensors do not fit the work list: another device, strides, dtypes, heads or head sizes."""
+    """Raise if tensors do not fit the work list.
+
+    Raises ValueError for another device, unsuitable strides, several dtypes, or other heads or head sizes, and
+    NotImplementedError for what ``supports``, the kernel's function, refuses.
+    """
     for x in (q, k, v, *others):
         if x.device != work.device:
             raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")
