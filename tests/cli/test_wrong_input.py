@@ -105,11 +105,16 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
             )
             yield f"{name}: a model that is no JSON", [*base, "--model", "words"], ["words is no JSON"]
             yield f"{name}: a folder without a model", [*base, "--model", "."], ["config.json"]
+            yield (
+                f"{name}: a model without a type",
+                [*base, "--model", "unnamed.json"],
+                ["unnamed.json has no model_type"],
+            )
             if name != "train":
                 yield (
                     f"{name}: a model without heads",
                     [*base, "--model", "none.json"],
-                    ["none.json has no num_attention_"],
+                    ["none.json has no num_attention_heads"],
                 )
                 yield f"{name}: a model and heads", [*base, "--model", "llama3-8b", "--heads", "8"], ["drop --heads"]
         for written in ("html", "write", "save", "events"):
@@ -159,7 +164,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "words").write_text("12\nabc\n")
     (tmp_path / "two").write_text("12\n7\n")
-    (tmp_path / "none.json").write_text("{}")
+    (tmp_path / "none.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "unnamed.json").write_text('{"num_attention_heads": 4, "use_sliding_window": false}')
     (tmp_path / "some.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path)
 
