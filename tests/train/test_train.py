@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flexcp.cli.main import app
+from flexcp.cli.main import app, run
 from flexcp.measure.ranks import RankPool
 from flexcp.train.documents import Documents, shrunk_lengths
 from flexcp.train.loop import StepReport, TrainConfig, train
@@ -85,6 +85,40 @@ def test_a_hugging_face_configuration_trains(pool: RankPool, tmp_path: Path) -> 
 
 
 def test_a_configuration_that_memory_cannot_hold_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("changed", "options", "words"),
+    [
+        ({"model_type": "of_tomorrow"}, [], "Transformers makes no causal language model of it"),
+        ({"model_type": "t5"}, [], "Transformers makes no causal language model of it"),
+        ({"num_key_value_heads": 3}, [], "heads must be a multiple of kv_heads"),
+        ({"hidden_size": "wide"}, [], "Transformers makes no causal language model of it"),
+        ({"intermediate_size": 10**9}, [], "too large to train here"),
+        ({}, ["--strategy", "ulysses:3"], "ulysses"),
+    ],
+)
+def test_a_wrong_model_or_strategy_is_one_line_before_ranks_start(
+    changed: dict[str, Any],
+    options: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(RankPool, "__init__", start)
+    make_config("llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    monkeypatch.setattr(sys, "argv", ["flexcp", "train", "--model", str(file), "--steps", "1", *options])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, ""), err
+    assert err.startswith("flexcp: ") and err.count("\n") == 1 and words in err, err
+
+
     """Weights, gradients and two moments of 1,000 parameters in float32 take 16,000 bytes on each of two ranks."""
     refuse_too_large("config.json", 1000, 4, 2, 32_000)
     with pytest.raises(ValueError, match=r"config\.json is too large .* on 2 ranks, .* smaller model"):
