@@ -80,7 +80,8 @@ class PlanOptions(OptionGroup):
         """Return the planner with the cap by which the batch was cut, and the lengths of the batch;
         prints which part of a file it is.
         """
-        found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
+        with self.parallel.naming_ranks(self.cluster.found):
+            found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
         capped = copy(planner)
         capped.max_tokens_per_rank = found.max_tokens_per_rank
         return capped, found.lengths
@@ -88,7 +89,8 @@ class PlanOptions(OptionGroup):
     def plan(self, planner: Planner, lengths: list[int]) -> Plan:
         """Call the planner once, without a cache."""
         found = self.model.whole()
-        if found is None:
-            return planner(lengths, self.batch.rule, **vars(self.tokens))
-        masks = self.batch.layer_masks(self.parallel.part(found))
-        return planner(lengths, masks=masks, **vars(self.tokens))
+        with self.parallel.naming_ranks(self.cluster.found):
+            if found is None:
+                return planner(lengths, self.batch.rule, **vars(self.tokens))
+            masks = self.batch.layer_masks(self.parallel.part(found))
+            return planner(lengths, masks=masks, **vars(self.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -78,6 +79,10 @@ class ScenarioOptions(OptionGroup):
     max_tokens_per_rank: o.MaxTokens = None
 
     def scenario(self) -> Scenario:
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """Add to an error about ranks how other parallelisms leave so few of the cluster's GPUs."""
+        return self.parallel.naming_ranks(self.cluster.found)
+
         """Return the scenario that the options describe; a model brings its own heads and masks."""
         from flexcp.batch import make_batch
         from flexcp.masks import causal
@@ -91,7 +96,8 @@ class ScenarioOptions(OptionGroup):
         where, heads = found.on(self.cluster.found()), self.model.attention((32, 8, 128))
         divided = self.parallel.divided(where, heads, self.model.whole())
         where, preset, rule = divided.topology.cluster, divided.preset, self.batch.rule
-        taken = self.batch.taken(where.ranks, cap)
+        with self.naming_ranks():
+            taken = self.batch.taken(where.ranks, cap)
         priced, training = found.cost, self.step.training(preset, self.parallel.tp)
         if preset is None:
             made = make_batch(taken.lengths, causal() if rule is None else rule)
@@ -106,6 +112,7 @@ class ScenarioOptions(OptionGroup):
             max_tokens_per_rank=taken.max_tokens_per_rank,
             training=training,
         )
-        refuse_over_cap(request)
+        with self.naming_ranks():
+            refuse_over_cap(request)
         rules = Rules(contention=not self.no_contention)
         return Scenario(request, rules, found, taken.words, divided.words)
