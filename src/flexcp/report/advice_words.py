@@ -74,9 +74,10 @@ def _setting(advice: Advice) -> str:
             f"{simulated} simulated passes and in {of_all or 'none'} of all {advice.passes}."
         )
     left, divided = _sentence(advice.left_out), _sentence(q.divided)
+    dtype = "" if q.preset.shape.dtype == "bfloat16" else f" in {q.preset.shape.dtype}"
     return (
-        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention {_attention(q.masks)}, "
-        f"at most {q.max_tokens_per_rank:,} tokens a rank: "
+        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention "
+        f"{_attention(q.masks)}{dtype}, at most {q.max_tokens_per_rank:,} tokens a rank: "
         f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{left}{divided}"
     )
 
@@ -126,9 +127,9 @@ def _by_load(advice: Advice) -> str:
 
 def _gains(advice: Advice) -> list[str]:
     free, by_load = advice.free, advice.by_load
-    found = [
     speed = "what you run today" if advice.runs_it_today else gain_words(advice, free)
-        f"With flexcp's loader, strategy {free.name!r}: {_ms(free)} a pass, {gain_words(advice, free)}"
+    found = [
+        f"With flexcp's loader, strategy {free.name!r}: {_ms(free)} a pass, {speed}"
         + (
             f", and {by_load.total_ns / free.total_ns:.2f} times {'the speed' if advice.runs_it_today else 'that'} of "
             f"{by_load.name}, {advice.best_static} by load"
@@ -176,13 +177,13 @@ def _memory(advice: Advice) -> list[str]:
 
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
-        return [
         stay = (
             f"Stay with {advice.static.name}: it is what flexcp would advise, and what you run today."
             if advice.runs_it_today
             else f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} "
             f"%{_in_what_was_seen(advice)}, because {why_static(advice)}."
         )
+        return [
             stay,
             *_memory(advice),
             how_sure(advice),

@@ -58,7 +58,8 @@ class Scenario:
         masks = ", ".join(str(m.rules[0]) if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
         return (
             f"simulated: {model} on {self.request.cluster}, {count_of(batch.documents, 'document')}, "
-            f"{count_of(batch.tokens, 'token')}, {masks}, {shape.heads} / {shape.kv_heads} heads of {shape.head_dim}; "
+            f"{count_of(batch.tokens, 'token')}, {masks}, {shape.heads} / {shape.kv_heads} heads of {shape.head_dim}"
+            f"{'' if shape.dtype == 'bfloat16' else f' in {shape.dtype}'}; "
             f"{error_words(self.request.cost, self.calibration.held_out)}"
             f"{f'; {self.taken}' if self.taken else ''}{f'; {self.divided}' if self.divided else ''}"
         )
@@ -78,11 +79,11 @@ class ScenarioOptions(OptionGroup):
     ] = False
     max_tokens_per_rank: o.MaxTokens = None
 
-    def scenario(self) -> Scenario:
     def naming_ranks(self) -> AbstractContextManager[None]:
         """Add to an error about ranks how other parallelisms leave so few of the cluster's GPUs."""
         return self.parallel.naming_ranks(self.cluster.found)
 
+    def scenario(self) -> Scenario:
         """Return the scenario that the options describe; a model brings its own heads and masks."""
         from flexcp.batch import make_batch
         from flexcp.masks import causal
