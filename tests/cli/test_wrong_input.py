@@ -145,6 +145,10 @@ SINGLE = {
     "train: a model and heads": (["train", "--model", "some.json", "--heads", "8"], ["drop --heads"]),
     "advise: heads alone": (["advise", "40,7", "--heads", "8"], ["--layers"]),
     "advise: layers without heads": (["advise", "40,7", "--layers", "8"], ["--heads is missing"]),
+    "plan: heads that do not divide the width": (
+        ["plan", "--lengths", "40,7", "--heads", "30", "--hidden", "4096", "--layers", "2"],
+        ["--heads 30 do not divide --hidden 4096", "--head-dim"],
+    ),
     "advise: a tokenizer that is not there": (
         ["advise", "words.jsonl", "--tokenizer", "no.json"],
         ["no.json: there is no such file"],
