@@ -497,6 +497,24 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]}).save_to_disk(tmp_path / "set")
     assert document_lengths(f"hf:{tmp_path / 'set'}", None, None) == [3, 1]
+    with pytest.raises(ValueError, match="holds one data set, not the split 'test'; write hf:"):
+        document_lengths(f"hf:{tmp_path / 'set'}:test", None, None)
+
+
+def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {name: datasets.Dataset.from_dict({"input_ids": [[1] * n]}) for n, name in ((3, "first"), (4, "second"))}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "sets")
+    assert document_lengths(f"hf:{tmp_path / 'sets'}:second", None, None) == [4]
+    with pytest.raises(ValueError, match="has no split 'train'; it has first, second: name one, as in hf:"):
+        document_lengths(f"hf:{tmp_path / 'sets'}", None, None)
+
+
+def test_options_that_trees_do_not_use_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trees.JSONL"
+    file.write_text('{"parents": [-1, 0, 0], "lengths": [40, 20, 30]}\n')
+    result = CliRunner().invoke(app, ["advise", str(file), "--ranks", "2", "--html", str(tmp_path / "page.html")])
+    assert str(result.exception).endswith("holds trees, which are compared with separate documents alone; drop --html")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def read_trees(path: Path) -> list[Mask] | None:
 
     Returns None if the file is not of that kind, judged by its suffix and first line.
     """
-    if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
+    if path.suffix.lower() not in (".jsonl", ".ndjson") or not path.is_file():
         return None
     lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     records = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -82,7 +82,7 @@ def check_data(source: str) -> None:
         return
     if not path.read_bytes().strip():
         raise ValueError(f"{source} holds no text to train on")
-    if path.suffix in JSON_LINES:
+    if path.suffix.lower() in JSON_LINES:
         raise ValueError(
             f"{source} holds JSON lines, and train reads plain text; "
             "write the texts into a file, a blank line between two"

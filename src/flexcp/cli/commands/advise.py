@@ -145,6 +145,15 @@ def advise(
     typer.echo(text(found, code))
 
 
+def _refuse_for_trees(lengths: str, **given: object) -> None:
+    """Raise ValueError for options that are not used for trees."""
+    unused = [f"--{name}" for name, value in given.items() if value is not None]
+    if unused:
+        raise ValueError(
+            f"{lengths} holds trees, which are compared with separate documents alone; drop {', '.join(unused)}"
+        )
+
+
 def _one_mask(mask: str | None) -> Mask | None:
     from flexcp.masks import parse_mask
 
