@@ -135,6 +135,29 @@ def test_today_decides_what_gains_are_against() -> None:
     assert dp["verdict"] == "free" or dp["verdict"] == "swap"
 
 
+def test_todays_method_is_not_compared_with_itself() -> None:
+    setting = ["20000,40x500", "--cluster", "h100:1x4", "--max-tokens-per-rank", "16384"]
+    best = advice(*setting)["static_by_load"]["strategy"]
+    text = " ".join(invoke("advise", *setting, "--today", best).stdout.split())
+    assert f"{best}, what you use today, takes" in text
+    assert "Of the static methods that deal documents to their groups by load it is the best." in text
+    assert f"by load instead, {best}" not in text and f"times that of {best}" not in text
+    other = next(name for name in ("zigzag:4@load", "ring:4@load") if name != best)
+    text = " ".join(invoke("advise", *setting, "--today", other).stdout.split())
+    assert f"The best one that deals documents to its groups by load, {best}, takes" in text
+    assert f"times that of {best}" in text
+
+
+def test_who_runs_auto_today_is_told_so() -> None:
+    setting = ["20000,40x500", "--cluster", "h100:1x4", "--max-tokens-per-rank", "16384", "--today", "auto"]
+    assert advice(*setting)["verdict"] == "static"
+    text = " ".join(invoke("advise", *setting).stdout.split())
+    assert "Stay with auto: it is what flexcp would advise, and what you run today." in text
+    assert "The loader with auto is what you run today; the swap (" in text
+    assert "a pass, what you run today" in text and "1.00 times the speed of auto" not in text
+    assert "Do not bother" not in text
+
+
 def test_why_todays_method_cannot_be_simulated_is_told() -> None:
     result = CliRunner().invoke(app, ["advise", "4000,10x500", "--ranks", "8", "--today", "zigzag:3"])
     assert "zigzag:3 does not divide the 8 ranks into groups; degrees that do: [1, 2, 4, 8]" in str(result.exception)
@@ -474,6 +497,24 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]}).save_to_disk(tmp_path / "set")
     assert document_lengths(f"hf:{tmp_path / 'set'}", None, None) == [3, 1]
+    with pytest.raises(ValueError, match="holds one data set, not the split 'test'; write hf:"):
+        document_lengths(f"hf:{tmp_path / 'set'}:test", None, None)
+
+
+def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {name: datasets.Dataset.from_dict({"input_ids": [[1] * n]}) for n, name in ((3, "first"), (4, "second"))}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "sets")
+    assert document_lengths(f"hf:{tmp_path / 'sets'}:second", None, None) == [4]
+    with pytest.raises(ValueError, match="has no split 'train'; it has first, second: name one, as in hf:"):
+        document_lengths(f"hf:{tmp_path / 'sets'}", None, None)
+
+
+def test_options_that_trees_do_not_use_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trees.JSONL"
+    file.write_text('{"parents": [-1, 0, 0], "lengths": [40, 20, 30]}\n')
+    result = CliRunner().invoke(app, ["advise", str(file), "--ranks", "2", "--html", str(tmp_path / "page.html")])
+    assert str(result.exception).endswith("holds trees, which are compared with separate documents alone; drop --html")
 
 
 @pytest.mark.parametrize(

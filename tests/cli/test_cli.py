@@ -403,3 +403,32 @@ def test_a_failed_verification_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
     assert "DIFFER" in result.stdout
+
+
+def test_every_mask_of_a_model_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a pool that finds a mistake under the second mask, that of the layers with a window."""
+    from flexcp.measure import ranks
+    from flexcp.measure.verify import Options, Verdict
+
+    class Pool:
+        def __init__(self, size: int) -> None: ...
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def run(self, _: object, plan: object, options: Options, on_item: object) -> list[Verdict]:
+            return [Verdict({"out": options.mask / 10}, {"out": 1e-10}, bytes_match=True)]
+
+    monkeypatch.setattr(ranks, "RankPool", Pool)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 96}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 192, "vocab_size": 80, "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", **sizes}))
+    arguments = ["verify", "--lengths", "90,31", "--ranks", "2", "--strategy", "zigzag", "--model", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 1
+    each = {"full": {"out": 0.0, "bytes_match": True}, "window": {"out": 0.1, "bytes_match": True}}
+    assert json.loads(result.stdout) == {"out": 0.1, "bytes_match": True, "passed": False, "masks": each}
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1 and "layers with the mask 'window':" in result.stdout

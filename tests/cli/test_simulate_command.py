@@ -302,6 +302,42 @@ def test_tensor_parallelism_divides_ranks_and_heads(command: str) -> None:
         assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("command", ["simulate", "compare", "plan", "verify", "advise"])
+def test_errors_about_ranks_say_how_few_other_parallelisms_leave(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("400000\n")
+    lengths = [str(file)] if command == "advise" else ["--lengths", str(file)]
+    words = [command, *lengths, "--cluster", "h100:8x8", "--model", "llama3-8b", "--max-tokens-per-rank", "32k"]
+    says = "(64 GPUs / tp 8 = 8 context-parallel ranks)"
+    assert says in str(run(*words, "--tp", "8").exception)
+    assert "(64 GPUs / tp 4 / pp 2 = 8 context-parallel ranks)" in str(run(*words, "--tp", "4", "--pp", "2").exception)
+    words[-1] = "1k"
+    alone = str(run(*words).exception)
+    assert "64 ranks" in alone and "GPUs /" not in alone
+
+
+def test_plans_and_simulations_have_the_dtype_of_the_file(tmp_path: Path) -> None:
+    """Twice the bytes in float32, from every command, and those that simulate name it."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 100, "num_key_value_heads": 4, **sizes}
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
+        words = ["--lengths", "900,31", "--ranks", "2", "--model", str(tmp_path), "--strategy", "zigzag", "--json"]
+        found[dtype] = [json.loads(run(command, *words).stdout)["forward_bytes"] for command in ("plan", "simulate")]
+        assert found[dtype][0] == found[dtype][1]
+        title = run("compare", *words[:6], "--strategies", "zigzag").output
+        assert ("4 / 4 heads of 64 in float32;" in title) == (dtype == "float32")
+    assert found["float32"] == [2 * bytes for bytes in found["bfloat16"]]
+    given = json.loads(run("plan", *words, "--dtype", "bfloat16").stdout)
+    assert given["forward_bytes"] == found["bfloat16"][0]
+
+
+def test_a_degree_that_ranks_do_not_have_says_how_few_there_are() -> None:
+    words = ["simulate", "--lengths", "900,31", "--cluster", "h100:8x8", "--strategy", "zigzag:16", "--tp", "8"]
+    assert str(run(*words).exception).endswith("(64 GPUs / tp 8 = 8 context-parallel ranks)")
+
+
 def test_stages_and_experts_are_divided_or_refused() -> None:
     words = ["simulate", "--lengths", "32x512", "--cluster", "h100:4x8", "--strategy", "dp", "--sync", "none"]
     whole, stage = (

@@ -105,11 +105,16 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
             )
             yield f"{name}: a model that is no JSON", [*base, "--model", "words"], ["words is no JSON"]
             yield f"{name}: a folder without a model", [*base, "--model", "."], ["config.json"]
+            yield (
+                f"{name}: a model without a type",
+                [*base, "--model", "unnamed.json"],
+                ["unnamed.json has no model_type"],
+            )
             if name != "train":
                 yield (
                     f"{name}: a model without heads",
                     [*base, "--model", "none.json"],
-                    ["none.json has no num_attention_"],
+                    ["none.json has no num_attention_heads"],
                 )
                 yield f"{name}: a model and heads", [*base, "--model", "llama3-8b", "--heads", "8"], ["drop --heads"]
         for written in ("html", "write", "save", "events"):
@@ -140,6 +145,10 @@ SINGLE = {
     "train: a model and heads": (["train", "--model", "some.json", "--heads", "8"], ["drop --heads"]),
     "advise: heads alone": (["advise", "40,7", "--heads", "8"], ["--layers"]),
     "advise: layers without heads": (["advise", "40,7", "--layers", "8"], ["--heads is missing"]),
+    "plan: heads that do not divide the width": (
+        ["plan", "--lengths", "40,7", "--heads", "30", "--hidden", "4096", "--layers", "2"],
+        ["--heads 30 do not divide --hidden 4096", "--head-dim"],
+    ),
     "advise: a tokenizer that is not there": (
         ["advise", "words.jsonl", "--tokenizer", "no.json"],
         ["no.json: there is no such file"],
@@ -159,7 +168,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "words").write_text("12\nabc\n")
     (tmp_path / "two").write_text("12\n7\n")
-    (tmp_path / "none.json").write_text("{}")
+    (tmp_path / "none.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "unnamed.json").write_text('{"num_attention_heads": 4, "use_sliding_window": false}')
     (tmp_path / "some.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path)
 

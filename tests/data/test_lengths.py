@@ -147,6 +147,29 @@ def test_text_forms(text: str, expected: list[int]) -> None:
     assert parse_lengths(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4,096", ["'096' begins with a zero", "write 4096 if 4,096 is one number, or 96 without the zero"]),
+        ("1,000,000", ["'000'", "write 1000000 if 1,000,000 is one number"]),
+        ("64x2,048", ["write 64x2048 if 64x2,048 is one number, or 48 without the zero"]),
+        ("1,024x8", ["write 1024x8 if 1,024x8 is one number, or 24x8 without the zero"]),
+        ("800,16,048,7", ["write 16048 if 16,048 is one number, or 48 without the zero"]),
+        ("4096, 096", ["write 96 without the zero if it is a document"]),
+        ("7,0000", ["'0000' begins with a zero", "write 4096,4k,1"]),
+    ],
+)
+def test_thousands_separators_are_refused_where_they_are_certain(text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_lengths(text)
+    assert not [word for word in (repr(text), *words) if word not in str(caught.value)], str(caught.value)
+
+
+def test_what_may_be_two_lengths_is_two() -> None:
+    assert parse_lengths("12,345") == [12, 345]
+    assert parse_lengths("0096,7") == [96, 7]
+
+
 def test_a_long_list_is_a_list() -> None:
     """Longer than any file name may be."""
     lengths = list(range(1, 400))

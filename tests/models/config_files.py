@@ -17,7 +17,7 @@ from flexcp.models.config import SIZES
 from flexcp.models.families import FAMILIES
 
 WINDOW, GONE = 9, object()
-NAMED = sorted(set(FAMILIES) - {""})
+NAMED = sorted(FAMILIES)
 MIXED = ["sliding_attention", "full_attention"]
 EIGHT = {"num_hidden_layers": 8}
 CHANGES: dict[str, dict[str, Any]] = {

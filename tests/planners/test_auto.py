@@ -207,6 +207,17 @@ def test_of_what_was_not_simulated_the_note_knows_a_bound_and_no_best(effort: in
     assert checked and "takes at least" not in "".join(told)
 
 
+@pytest.mark.parametrize("lengths", [[1, 1], [2], [3], [2, 3]])
+def test_a_bound_of_which_nothing_follows_is_left_out(lengths: list[int]) -> None:
+    """Bounds on batches of a few tokens are far below what any plan takes."""
+    note = auto(request(lengths, machine=cluster("h100:1x8"), shape=Shape(32, 32, 128, 128))).note
+    taken = re.search(r": ([\d.]+) ms a step simulated", note)
+    assert taken is not None
+    bounds = [float(found) for found in re.findall(r"takes less than ([\d.]+) ms", note)]
+    assert all(bound >= 0.9 * float(taken[1]) - 0.001 for bound in bounds), "rounded to microseconds"
+    assert "the only one that can run here" not in note
+
+
 def test_a_static_method_dealt_by_load_may_win() -> None:
     """Web documents on one node, whole and dealt by load, are the fastest there is."""
     lengths = draw_lengths("web", 8192 * 8, 0)

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flexcp.cli.main import app
+from flexcp.cli.main import app, run
 from flexcp.measure.ranks import RankPool
 from flexcp.train.documents import Documents, shrunk_lengths
 from flexcp.train.loop import StepReport, TrainConfig, train
@@ -84,6 +85,40 @@ def test_a_hugging_face_configuration_trains(pool: RankPool, tmp_path: Path) -> 
     assert reports[-1].loss < reports[0].loss
 
 
+@pytest.mark.parametrize(
+    ("changed", "options", "words"),
+    [
+        ({"model_type": "of_tomorrow"}, [], "Transformers makes no causal language model of it"),
+        ({"model_type": "t5"}, [], "Transformers makes no causal language model of it"),
+        ({"num_key_value_heads": 3}, [], "heads must be a multiple of kv_heads"),
+        ({"hidden_size": "wide"}, [], "Transformers makes no causal language model of it"),
+        ({"intermediate_size": 10**9}, [], "too large to train here"),
+        ({}, ["--strategy", "ulysses:3"], "ulysses"),
+    ],
+)
+def test_a_wrong_model_or_strategy_is_one_line_before_ranks_start(
+    changed: dict[str, Any],
+    options: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(RankPool, "__init__", start)
+    make_config("llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    monkeypatch.setattr(sys, "argv", ["flexcp", "train", "--model", str(file), "--steps", "1", *options])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, ""), err
+    assert err.startswith("flexcp: ") and err.count("\n") == 1 and words in err, err
+
+
 def test_a_configuration_that_memory_cannot_hold_is_refused() -> None:
     """Weights, gradients and two moments of 1,000 parameters in float32 take 16,000 bytes on each of two ranks."""
     refuse_too_large("config.json", 1000, 4, 2, 32_000)
@@ -131,20 +166,37 @@ def test_a_file_of_lengths_is_not_read_as_text(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "--data", str(file)])
     assert isinstance(result.exception, ValueError)
     assert f"write --data @{file}" in str(result.exception)
+    file.with_suffix(".csv").write_text("length\n40\n7\n")
+    result = CliRunner().invoke(app, ["train", "--data", str(file.with_suffix(".csv"))])
+    assert isinstance(result.exception, ValueError) and "holds numbers" in str(result.exception)
     documents = Documents(f"@{file}", 50, 256)
     assert [[len(d) for d in documents.step(n)] for n in (0, 1)] == [[40, 7, 3], [50]]
     assert [len(d) for d in documents.step(82)] == [43, 7], "tokens 4,100 to 4,150 of a file of 4,143"
     assert documents.cut(1) == (
-        "1 document is longer than what is left of a step of 50 tokens and cut into 2 parts, each a document of its "
-        "own; --tokens of at least the longest, 4096, cuts fewer"
+        "1 of 1 step ends inside a document, which is cut there, each part a document of its own (1 of the file's 3 "
+        "documents); --tokens of at least the longest, 4096, cuts fewer"
     )
-    assert str(documents.cut(82)).startswith("1 document is"), "all borders from 50 to 4,100 lie in the third"
-    assert "cut into 83 parts" in str(documents.cut(82))
-    assert str(documents.cut(83)).startswith("2 documents are"), "token 4,150 is in the first again"
+    assert str(documents.cut(82)).startswith("82 of 82 steps end inside"), "all borders from 50 to 4,100 lie in one"
+    assert "(1 of the file's 3 documents)" in str(documents.cut(82))
+    assert "(2 of the file's 3 documents)" in str(documents.cut(83)), "token 4,150 is in the first again"
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "a"}\n')
     result = CliRunner().invoke(app, ["train", "--data", str(lines)])
     assert isinstance(result.exception, ValueError) and "holds JSON lines" in str(result.exception)
+
+
+def test_blank_lines_part_documents_however_lines_end(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    for text in (b"one two\n\nthree\n", b"one two\r\n\r\nthree\r\n", b"one two\n \t\n\n\nthree"):
+        file.write_bytes(text)
+        assert [part.strip() for part in Documents(str(file), 8, 256).paragraphs] == [b"one two", b"three"]
+
+
+def test_a_file_of_bytes_is_not_read_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.npy"
+    np.save(file, np.arange(1, 100))
+    result = CliRunner().invoke(app, ["train", "--data", str(file)])
+    assert isinstance(result.exception, ValueError) and "is not a text file" in str(result.exception)
 
 
 def test_a_wrong_model_is_refused_before_torch_is_loaded() -> None:
@@ -189,11 +241,13 @@ def test_documents_that_steps_end_in_are_told_of(tmp_path: Path) -> None:
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 
-    assert "3 documents are longer than" in said(f"@{file}", 20), (
-        "borders at 20, 40, 60 (an end) and 80, in the next round"
-    )
-    assert "cut into 6 parts" in said(f"@{file}", 20)
-    assert "parts" not in said(f"@{file}", 30), "every step ends with a document"
+    told = " ".join(said(f"@{file}", 20).split())
+    assert "3 of 4 steps end inside" in told, "borders at 20, 40, 60 (an end) and 80, in the next round"
+    assert "(2 of the file's 3 documents)" in told, "20 and 80 are in the same document"
+    assert "4 steps of 20 tokens read the file's 3 documents (60 tokens) 1.3 times" in told
+    assert "inside" not in said(f"@{file}", 30), "every step ends with a document"
+    assert "2.0 times" in said(f"@{file}", 30), "a file that is read twice is told of where nothing is cut, too"
+    assert "times" not in said(f"@{file}", 15), "4 steps of 15 tokens are the file, once"
     assert "cut" not in said("longtail", 64)
     text = tmp_path / "text.txt"
     text.write_text("never odd or even")

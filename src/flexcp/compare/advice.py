@@ -177,6 +177,11 @@ class Advice:
         return self.static.total_ns / answer.total_ns
 
     @property
+    def runs_it_today(self) -> bool:
+        """Whether the user already runs flexcp's loader with the strategy of *free*."""
+        return self.question.today is not None and self.static.name == self.free.name
+
+    @property
     def baseline(self) -> str:
         """The method that gains are relative to, described in words for the user."""
         if self.question.today:
@@ -219,6 +224,9 @@ class Advice:
         If the swap does not fit, the sentence says so, and gives the loader's gain.
         """
         swap, free = self.swap, self.free
+        if self.runs_it_today and self.verdict == "static":
+            other = "does not fit" if swap is None else f"({self.gain(swap):.2f} times its speed) does not pay"
+            return f"The loader with {free.name} is what you run today; the swap {other}."
         loader = f"the loader ({self.gain(free):.2f} times the speed of {self.static.name})"
         if swap is None:
             return f"The swap does not fit, {loader} does."

@@ -80,7 +80,7 @@ def read_trees(path: Path) -> list[Mask] | None:
     The three are arguments of :func:`flexcp.tree`. Return None if the file is not of that kind, judged by its suffix
     and first line. Raise ValueError for a line that is no tree.
     """
-    if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
+    if path.suffix.lower() not in (".jsonl", ".ndjson") or not path.is_file():
         return None
     lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     records = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -29,7 +29,7 @@ def document_lengths(
         rows = ((f"{text}, row {number}", row) for number, row in enumerate(_dataset(text)))
         return _lengths(rows, text, field, _counter(tokenizer), tell)
     path = Path(text.removeprefix("@"))
-    if path.suffix in JSONL:
+    if path.suffix.lower() in JSONL:
         return _lengths(_lines(path), str(path), field, _counter(tokenizer), tell)
     if tokenizer is not None or field is not None:
         raise ValueError(f"--tokenizer and --field are for .jsonl files and hf: data sets; {text!r} is neither")
@@ -100,9 +100,18 @@ def _dataset(text: str) -> Iterable[Any]:
             if Path(name).is_dir()
             else datasets.load_dataset(name, split=split or "train")
         )
-        records: Iterable[Any] = found[split or "train"] if isinstance(found, dict) else found
     except Exception as error:  # errors of the hub, of Arrow and of loading scripts have no common class
         raise ValueError(f"cannot load the data set {name!r}: {_first_line(error)}") from None
+    if isinstance(found, dict):
+        if (split or "train") not in found:
+            raise ValueError(
+                f"the data set {name!r} has no split {split or 'train'!r}; it has {shown_names(found)}: name one, as "
+                f"in hf:{name}:SPLIT"
+            )
+        found = found[split or "train"]
+    elif Path(name).is_dir() and split and str(found.split) != split:
+        raise ValueError(f"the folder {name!r} holds one data set, not the split {split!r}; write hf:{name}")
+    records: Iterable[Any] = found
     return records
 
 

@@ -196,7 +196,10 @@ def parse_lengths(text: str) -> list[int]:
             raise ValueError(f"lengths {text!r}: after the name come a token budget and a seed, as in web:131072:0")
         return draw_lengths(name, tokens, seed)
     found: list[int] = []
-    for word in text.split(","):
+    words = text.split(",")
+    for at, word in enumerate(words):
+        if at and re.match(r"\s*0[0-9]", word):
+            raise ValueError(_thousands(text, words, at))
         count, x, length = word.strip().partition("x")
         try:
             times, each = (parse_count(count), parse_count(length)) if x else (1, parse_count(count))
@@ -247,6 +250,25 @@ def left_out_words(lengths: Sequence[int], batches: Sequence[Sequence[int]], bat
         return ""
     which = f"the last {len(left):,} documents" if len(left) > 1 else "the last document"
     return f"{which} ({sum(left):,} tokens), less than half a {batch}, {'are' if len(left) > 1 else 'is'} left out"
+
+
+def _thousands(text: str, words: Sequence[str], at: int) -> str:
+    """Return the error message for the part ``at`` of the lengths ``text``, which begins with a zero, as the parts of a
+    number with thousands separators do.
+    """
+    parts = [word.strip() for word in words]
+    first = last = at
+    while first and re.match(r"[0-9]{3}(?![0-9])", parts[first]):
+        first -= 1
+    while last + 1 < len(parts) and re.match(r"[0-9]{3}(?![0-9])", parts[last + 1]):
+        last += 1
+    ways = []
+    if first < at and re.fullmatch(r"([0-9]+x)?[1-9][0-9]{0,2}", parts[first]):
+        ways.append(f"{''.join(parts[first : last + 1])} if {','.join(parts[first : last + 1])} is one number")
+    if parts[at].strip("0"):
+        ways.append(f"{parts[at].lstrip('0')} without the zero if it is a document")
+    out = f"write {', or '.join(ways)}" if ways else f"write {FORMS}"
+    return f"lengths {text!r}: {parts[at]!r} begins with a zero, and a comma parts documents, not thousands; {out}"
 
 
 def _no_length(text: str, word: str) -> str:
@@ -329,7 +351,7 @@ def _json_length(line: str, field: str | None, where: str) -> int:
 
 def _read(path: Path) -> list[int]:
     """Read document lengths from a file: JSON lines, or one number a line."""
-    if path.suffix in JSONL:
+    if path.suffix.lower() in JSONL:
         return jsonl_lengths(path)
     try:
         lines = path.read_text("utf-8-sig").splitlines()  # files from spreadsheets begin with a byte order mark

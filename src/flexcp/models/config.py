@@ -1,9 +1,10 @@
 """Config: read the heads, widths, layers, experts and windows of a model from a Hugging Face ``config.json``.
 
 The file is read as plain JSON, so Transformers and torch are not loaded and no code of a model runs.
-:mod:`flexcp.models.families` knows how models of each ``model_type`` use the fields; other types are refused. A file is
-also refused if it leaves a number to a default of its family, or contains a number that its family does not read. For
-models that combine text with images, the ``text_config`` is read (:mod:`flexcp.models.text_parts`).
+:mod:`flexcp.models.families` knows how models of each ``model_type`` use the fields; other types are refused, and so is
+a file without a ``model_type``, because what its fields mean is not known. A file is also refused if it leaves a number
+to a default of its family, or contains a number that its family does not read. For models that combine text with
+images, the ``text_config`` is read (:mod:`flexcp.models.text_parts`).
 
 Feed-forwards are read by :mod:`flexcp.models.feed_forwards`, windows by :mod:`flexcp.models.layer_windows`. Attention
 that is neither causal nor a causal window is refused.
@@ -19,7 +20,7 @@ from typing import Any
 from flexcp.cost import Model
 from flexcp.io.json_files import json_line
 from flexcp.models.config_fields import NUMBERS, Fields
-from flexcp.models.families import FAMILIES, REFUSED, UNNAMED, Family
+from flexcp.models.families import FAMILIES, REFUSED, UNKNOWN, Family
 from flexcp.models.feed_forwards import feed_forwards
 from flexcp.models.layer_windows import layer_windows
 from flexcp.models.preset import Preset
@@ -94,7 +95,7 @@ def attention_heads(fields: Fields, family: Family | None = None) -> tuple[int, 
     Without ``family``, it is that of the configuration's type. A type without a family is read by the field names that
     families share.
     """
-    family = family or FAMILIES.get(fields.family, UNNAMED)
+    family = family or FAMILIES.get(fields.family, UNKNOWN)
     heads, hidden = (fields.need(names) for names in SIZES[family.sizes][:2])
     return heads, _kv_heads(fields, family, heads), _head_dim(fields, family, hidden, heads)
 
@@ -110,6 +111,11 @@ def _family(fields: Fields) -> Family:
         raise NotImplementedError(f"{file} is an encoder with a decoder; only decoders are read from a file")
     if kind in REFUSED:
         raise NotImplementedError(f"{file} is a model of the type {kind!r}, which is not read: {REFUSED[kind]}")
+    if not kind:
+        raise ValueError(
+            f"{file} has no model_type, which says how the other fields are read; write it into the file, "
+            f'"model_type": "llama" or that of a model with the same layers, or {NUMBERS}'
+        )
     if kind not in FAMILIES:
         raise NotImplementedError(
             f"{file} is a model of the type {kind!r}, whose layers are not known here; name the model_type of one with "

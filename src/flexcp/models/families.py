@@ -88,24 +88,10 @@ LOCAL = Experts(("num_local_experts", "num_experts"), ("intermediate_size",))
 SPARSE = Experts(sparse_step=True)
 QWEN3 = Experts(("num_experts", "num_local_experts"), sparse_step=True)
 
-UNNAMED = Family(
-    windows="all",
-    layer_types=True,
-    sizes="any",
-    experts=Experts(
-        ("num_experts", "num_local_experts", "n_routed_experts"),
-        ("moe_intermediate_size", "intermediate_size"),
-        ("num_experts_per_tok", "experts_per_token"),
-        "n_shared_experts",
-        "shared_expert_intermediate_size",
-        0,
-        sparse_step=True,
-    ),
-)
-"""The family of files without a ``model_type``: the names that families share; dense if there are no experts."""
+UNKNOWN = Family(sizes="any")
+"""How the heads of a configuration in memory are read if its ``model_type`` has no family."""
 
 FAMILIES: dict[str, Family] = {
-    "": UNNAMED,
     "apertus": PLAIN,
     "arcee": PLAIN,
     "bitnet": replace(ASKED, head_dim="never"),

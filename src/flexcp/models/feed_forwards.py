@@ -34,18 +34,14 @@ def feed_forwards(fields: Fields, family: Family, hidden: int, layers: int) -> F
         for name in ALIASES[-1]:
             fields.agree(name, None, "no experts")
         return _dense(fields, family, hidden)
-    count = fields.need(experts.count) if fields.family else fields.read(experts.count)
-    if count is None:
-        return _dense(fields, family, hidden)
-    return _experts(fields, experts, count, layers)
+    return _experts(fields, experts, fields.need(experts.count), layers)
 
 
 def _dense(fields: Fields, family: Family, hidden: int) -> FeedForwards:
     """Return the one feed-forward of a layer without experts."""
-    names = [family.width] if family.sizes != "any" else ["intermediate_size", "n_inner"]
-    width = fields.read(names)
+    width = fields.read([family.width])
     if width is None:
-        width = 4 * hidden if family.fourfold else fields.need(names)
+        width = 4 * hidden if family.fourfold else fields.need([family.width])
     return FeedForwards(width if family.gated else -(-2 * width // 3))
 
 
@@ -74,7 +70,7 @@ def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedF
 def _shared(fields: Fields, experts: Experts, width: int) -> int:
     """Return the number of shared experts, as experts of the common ``width``."""
     for name in (experts.shared_count, experts.shared_width):
-        if fields.family and name is not None and name not in fields.config:
+        if name is not None and name not in fields.config:
             raise fields.asked(name, "0 if there is none")
     if experts.shared_count is not None and (count := fields.count(experts.shared_count)):
         return count

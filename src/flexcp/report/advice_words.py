@@ -74,9 +74,10 @@ def _setting(advice: Advice) -> str:
             f"{simulated} simulated passes and in {of_all or 'none'} of all {advice.passes}."
         )
     left, divided = _sentence(advice.left_out), _sentence(q.divided)
+    dtype = "" if q.preset.shape.dtype == "bfloat16" else f" in {q.preset.shape.dtype}"
     return (
-        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention {_attention(q.masks)}, "
-        f"at most {q.max_tokens_per_rank:,} tokens a rank: "
+        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention "
+        f"{_attention(q.masks)}{dtype}, at most {q.max_tokens_per_rank:,} tokens a rank: "
         f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{left}{divided}"
     )
 
@@ -100,28 +101,39 @@ def _share(answer: Answer) -> str:
 
 
 def _static(advice: Advice) -> str:
-    static, by_load = advice.static, advice.by_load
+    static = advice.static
     lost = 100 * (1 - advice.bound_ns / static.total_ns)
     return (
         f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: "
         f"{_share(static)}. Of its ranks {static.busiest_words} {static.compute_imbalance:.2f} times the mean's "
         f"attention. Compute divided perfectly, with no transfer or collective beside it, would save {lost:.0f} %."
-        + (
-            f" The best one that deals documents to its groups by load instead, {by_load.name}, takes {_ms(by_load)} a "
-            "pass."
-            if by_load is not None
-            else ""
-        )
+        f"{_by_load(advice)}"
+    )
+
+
+def _by_load(advice: Advice) -> str:
+    """Return a further sentence on the best static method that deals documents by load; nothing if there is none."""
+    static, by_load = advice.static, advice.by_load
+    if by_load is None:
+        return ""
+    if by_load.name == static.name:
+        return " Of the static methods that deal documents to their groups by load it is the best."
+    instead = "" if static.name.endswith("@load") else " instead"
+    return (
+        f" The best one that deals documents to its groups by load{instead}, {by_load.name}, takes {_ms(by_load)} a "
+        "pass."
     )
 
 
 def _gains(advice: Advice) -> list[str]:
     free, by_load = advice.free, advice.by_load
+    speed = "what you run today" if advice.runs_it_today else gain_words(advice, free)
     found = [
-        f"With flexcp's loader, strategy {free.name!r}: {_ms(free)} a pass, {gain_words(advice, free)}"
+        f"With flexcp's loader, strategy {free.name!r}: {_ms(free)} a pass, {speed}"
         + (
-            f", and {by_load.total_ns / free.total_ns:.2f} times that of {by_load.name}, {advice.best_static} by load"
-            if by_load is not None and by_load.name != free.name
+            f", and {by_load.total_ns / free.total_ns:.2f} times {'the speed' if advice.runs_it_today else 'that'} of "
+            f"{by_load.name}, {advice.best_static} by load"
+            if by_load is not None and by_load.name not in (free.name, advice.static.name)
             else ""
         )
         + f". {_share(free)}."
@@ -165,9 +177,14 @@ def _memory(advice: Advice) -> list[str]:
 
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
+        stay = (
+            f"Stay with {advice.static.name}: it is what flexcp would advise, and what you run today."
+            if advice.runs_it_today
+            else f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} "
+            f"%{_in_what_was_seen(advice)}, because {why_static(advice)}."
+        )
         return [
-            f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} "
-            f"%{_in_what_was_seen(advice)}, because {why_static(advice)}.",
+            stay,
             *_memory(advice),
             how_sure(advice),
             "Ask again when lengths, ranks or the mask change, "

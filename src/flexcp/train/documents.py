@@ -6,6 +6,7 @@ before it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +17,10 @@ import torch
 from torch import Tensor
 
 from flexcp.data.lengths import draw_lengths, parse_lengths
+from flexcp.io.sizes import count_of
+
+BLANK_LINES = re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
+"""The blank lines between two documents of a text file, and the end of the line before them."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class Documents:
 
     @cached_property
     def paragraphs(self) -> list[bytes]:
-        """The documents of a text file, as bytes: its parts between blank lines."""
-        return [part for part in Path(self.source).read_bytes().split(b"\n\n") if part.strip()]
+        """The documents of a text file, separated by blank lines, which may hold spaces and end as on Windows."""
+        return [part for part in BLANK_LINES.split(Path(self.source).read_bytes()) if part.strip()]
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -67,16 +72,27 @@ class Documents:
                 return None
             return f"a step ends after {self.tokens} tokens; the rest of its last document is left out"
         ends = np.cumsum(self.lengths)
-        whole, inside = np.divmod(np.arange(1, steps + 1) * self.tokens, ends[-1])
-        cut = (inside > 0) & ~np.isin(inside, ends)
-        document = (whole * len(ends) + np.searchsorted(ends, inside, side="right"))[cut]
-        if not len(document):
+        inside = np.arange(1, steps + 1) * self.tokens % ends[-1]
+        cut = inside[(inside > 0) & ~np.isin(inside, ends)]
+        if not len(cut):
             return None
-        found = len(np.unique(document))
+        found = len(np.unique(np.searchsorted(ends, cut, side="right")))
         return (
-            f"{found} {'document is' if found == 1 else 'documents are'} longer than what is left of a step of "
-            f"{self.tokens} tokens and cut into {found + len(document)} parts, each a document of its own; --tokens of "
-            f"at least the longest, {max(self.lengths)}, cuts fewer"
+            f"{len(cut)} of {count_of(steps, 'step')} {'ends' if len(cut) == 1 else 'end'} inside a document, which is "
+            f"cut there, each part a document of its own ({found} of the file's {count_of(len(ends), 'document')}); "
+            f"--tokens of at least the longest, {max(self.lengths)}, cuts fewer"
+        )
+
+    def repeats(self, steps: int) -> str | None:
+        """Return a sentence on how often a run of ``steps`` steps reads a file of document lengths;
+        None if it reads no document twice.
+        """
+        if not self.source.startswith("@") or steps * self.tokens <= sum(self.lengths):
+            return None
+        return (
+            f"{count_of(steps, 'step')} of {count_of(self.tokens, 'token')} read the file's "
+            f"{count_of(len(self.lengths), 'document')} ({count_of(sum(self.lengths), 'token')}) "
+            f"{steps * self.tokens / sum(self.lengths):.1f} times"
         )
 
     def step(self, number: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from flexcp.executor.bind import bind
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.train.documents import Documents
-from flexcp.train.model_setup import make_trainee
+from flexcp.train.model_setup import make_outline, make_trainee
 from flexcp.train.source import check_data, check_model, check_numbers
 from flexcp.train.update import total_loss, update
 
@@ -81,22 +81,38 @@ class StepReport:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
+def check_run(config: TrainConfig, ranks: int) -> None:
+    """Raise, in the process that launches ranks, what every one of them would raise for a wrong model, strategy or
+    layout: make the outline of the model and the plan of the first step, without weights.
+    """
+    where = cluster(config.preset, 1, ranks)
+    outline = make_outline(config.model, config.dtype, _device(), where, config.strategy, dict(config.sizes))
+    parts = Documents(config.data, config.tokens, outline.vocabulary).step(0)
+    outline.planner([len(part) for part in parts], masks=outline.masks, layout=config.layout)
+
+
+def _device() -> torch.device:
+    """Return the device on which this process trains."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport, None, list[StepReport]]:
     """Run this rank's part of the training; all ranks of ``group`` must call it.
 
     Yields the report of each step, and returns all reports.
     """
     ranks = dist.get_world_size(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device()
     where = cluster(config.preset, 1, ranks)
     trainee = make_trainee(config.model, config.dtype, device, where, config.strategy, dict(config.sizes))
-    documents = Documents(config.data, config.tokens, trainee.vocabulary)
+    outline = trainee.outline
+    documents = Documents(config.data, config.tokens, outline.vocabulary)
     optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=config.learning_rate, eps=1e-6)
     reports = []
     for number in range(config.steps):
         parts = documents.step(number)
         begin = time.perf_counter()
-        plan = trainee.planner([len(part) for part in parts], masks=trainee.masks, layout=config.layout)
+        plan = outline.planner([len(part) for part in parts], masks=outline.masks, layout=config.layout)
         planning = time.perf_counter() - begin
         step = bind(plan, group)
         tokens = torch.cat(parts).to(device)

@@ -24,6 +24,20 @@ from flexcp.train.gpt import Gpt, GptConfig
 
 HELD = 4
 """Tensors of a model's size that a rank holds: weights, gradients and two moments of AdamW."""
+MOST_QUOTED = 200
+"""The most characters that are quoted of an error message of Transformers."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model to train without its weights: its configuration (a ``GptConfig`` or that of Transformers), its planner,
+    the masks of its layers and its vocabulary.
+    """
+
+    config: Any
+    planner: Planner
+    masks: dict[str, tuple[MaskLike, int]]
+    vocabulary: int
 
 
 @dataclass(frozen=True)
@@ -35,9 +49,25 @@ class Trainee:
 
     model: nn.Module
     logits: Callable[[Tensor, Step], Tensor]
-    planner: Planner
-    masks: dict[str, tuple[MaskLike, int]]
-    vocabulary: int
+    outline: Outline
+
+
+def make_outline(
+    name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]
+) -> Outline:
+    """Return the outline of the model ``name`` without making its weights; raise ValueError or NotImplementedError, in
+    one line, for a model that cannot be trained on ``device``. ``sizes`` apply to ``gpt`` only.
+    """
+    if name == "gpt":
+        config = GptConfig(**sizes)
+        heads = (config.heads, config.kv_heads, config.head_dim)
+        planner = Planner(*heads, dtype=dtype, cluster=cluster, strategy=strategy)
+        return Outline(config, planner, {"causal": (causal(), config.layers)}, config.vocabulary)
+    found = _huggingface_config(name, dtype, device, cluster)
+    from flexcp.frameworks import huggingface
+
+    planner = huggingface.planner(found, cluster, dtype, strategy=strategy)
+    return Outline(found, planner, huggingface.masks(found), int(found.vocab_size))
 
 
 def make_trainee(
@@ -48,12 +78,10 @@ def make_trainee(
     ``dtype`` is the name of a torch dtype. Raises ValueError for a Hugging Face model that is too large for the memory,
     or if transformers is not installed.
     """
+    outline = make_outline(name, dtype, device, cluster, strategy, sizes)
     torch.manual_seed(0)
-    return (
-        _gpt(dtype, device, cluster, strategy, sizes)
-        if name == "gpt"
-        else _huggingface(name, dtype, device, cluster, strategy)
-    )
+    make = _gpt if name == "gpt" else _huggingface
+    return Trainee(*make(outline.config, dtype, device), outline)
 
 
 def refuse_too_large(name: str, weights: int, size: int, ranks: int, memory: int) -> None:
@@ -78,8 +106,8 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gpt(dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]) -> Trainee:
-    config = GptConfig(**sizes)
+def _gpt(config: GptConfig, dtype: str, device: torch.device) -> tuple[nn.Module, Callable[[Tensor, Step], Tensor]]:
+    """Return our small GPT and the function that returns its logits."""
     model = Gpt(config).to(device, getattr(torch, dtype))
 
     def logits(tokens: Tensor, step: Step) -> Tensor:
@@ -91,22 +119,41 @@ def _gpt(dtype: str, device: torch.device, cluster: Cluster, strategy: str, size
         found: Tensor = model(step.shard(tokens), step.positions.to(device), attend)
         return found
 
-    planner = Planner(config.heads, config.kv_heads, config.head_dim, dtype=dtype, cluster=cluster, strategy=strategy)
-    return Trainee(model, logits, planner, {"causal": (causal(), config.layers)}, config.vocabulary)
+    return model, logits
 
 
-def _huggingface(name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str) -> Trainee:
+def _huggingface_config(name: str, dtype: str, device: torch.device, cluster: Cluster) -> Any:
+    """Return the Transformers configuration of a file or folder; raise ValueError or NotImplementedError, in one line,
+    if Transformers makes no model of it, flexcp cannot run its attention, or memory cannot hold it.
+    """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("a Hugging Face configuration needs transformers: pip install flexcp[huggingface]") from None
     from flexcp.frameworks import huggingface
 
-    config: Any = AutoConfig.from_pretrained(name)
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    try:
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # errors of Transformers' configurations and models have no common class
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name}: Transformers makes no causal language model of it: {words[:MOST_QUOTED]}") from None
+    weights = sum(p.numel() for p in model.parameters())
     memory, ranks = _memory(device), 1 if device.type == "cuda" else cluster.ranks
     refuse_too_large(name, weights, getattr(torch, dtype).itemsize, ranks, memory)
+    huggingface.turn_on(model)
+    return config
+
+
+def _huggingface(config: Any, dtype: str, device: torch.device) -> tuple[nn.Module, Callable[[Tensor, Step], Tensor]]:
+    """Return the model of a Hugging Face configuration, with random weights, and the function that returns its
+    logits.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from flexcp.frameworks import huggingface
+
     huggingface.register()
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=huggingface.NAME)
     model.to(device)
@@ -118,5 +165,4 @@ def _huggingface(name: str, dtype: str, device: torch.device, cluster: Cluster, 
         found: Tensor = model(**given).logits.flatten(0, 1)
         return found if step.local_tokens else found[:0]
 
-    planner = huggingface.planner(config, cluster, dtype, strategy=strategy)
-    return Trainee(model, logits, planner, huggingface.masks(config), int(config.vocab_size))
+    return model, logits

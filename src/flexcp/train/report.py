@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flexcp.io.sizes import size
+from flexcp.io.terminal_text import visible
 from flexcp.train.documents import Documents
 from flexcp.train.loop import StepReport, TrainConfig
 
@@ -29,11 +30,14 @@ class Table:
         self.reports: list[StepReport] = []
         if console is not None:
             console.print(
-                f"{config.model} on {config.data}, {config.tokens} tokens a step, {config.strategy}", highlight=False
+                visible(f"{config.model} on {config.data}, {config.tokens} tokens a step, {config.strategy}"),
+                highlight=False,
+                markup=False,
             )
-            cut = Documents(config.data, config.tokens, vocabulary=1).cut(config.steps)
-            if cut is not None:
-                console.print(cut, highlight=False)
+            documents = Documents(config.data, config.tokens, vocabulary=1)
+            for told in (documents.repeats(config.steps), documents.cut(config.steps)):
+                if told is not None:
+                    console.print(told, highlight=False)
             self.status = console.status("starting ranks")
             self.status.start()
 

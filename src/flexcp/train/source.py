@@ -13,7 +13,7 @@ from flexcp.models.find import PRESETS, find_model
 from flexcp.shape import Shape
 
 LOOKED_AT = 1 << 16
-"""The number of bytes at the beginning of a file that are examined for numbers."""
+"""The number of bytes at the beginning of a file that are examined for numbers and for zero bytes."""
 DTYPES = ("float64", "float32", "bfloat16")
 LAYOUTS = ("free", "contiguous", "zigzag")
 JSON_LINES = (".jsonl", ".ndjson")
@@ -87,11 +87,14 @@ def check_data(source: str) -> None:
         return
     if not path.read_bytes().strip():
         raise ValueError(f"{source} holds no text to train on")
-    if path.suffix in JSON_LINES:
+    if path.suffix.lower() in JSON_LINES:
         raise ValueError(
             f"{source} holds JSON lines, and train reads plain text; "
             "write the texts into a file, a blank line between two"
         )
+    with path.open("rb") as file:
+        if b"\0" in file.read(LOOKED_AT):
+            raise ValueError(f"{source} is not a text file: it holds zero bytes; train reads plain text in UTF-8")
     if _holds_numbers(path):
         raise ValueError(
             f"{source} holds numbers: read as a text, its digits would be learnt; write --data @{source} to train on "
@@ -100,10 +103,11 @@ def check_data(source: str) -> None:
 
 
 def _holds_numbers(path: Path) -> bool:
-    """Return whether the beginning of a file consists of numbers only."""
+    """Return whether the beginning of a file consists of numbers only, below the name of a column or not."""
     with path.open("rb") as file:
         words = file.read(LOOKED_AT).split()
+    numbers = words[1:] if len(words) > 2 and words[0].isalpha() else words
     try:
-        return bool([parse_count(word.decode()) for word in words])
+        return bool([parse_count(word.decode()) for word in numbers])
     except ValueError:  # includes UnicodeDecodeError
         return False

@@ -100,8 +100,7 @@ def advise(
     from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 
     _check(max_tokens_per_rank, tokens_per_step, framework, today)
-    rule = _one_mask(mask)
-    known = o.cost_of(cost)
+    rule, known = _one_mask(mask), o.cost_of(cost)
     preset = _model(described)
     divided = parallel.divided(known.on(place.found("h100:4x8")), preset.shape, preset)
     assert divided.preset is not None
@@ -123,18 +122,19 @@ def advise(
         overlap_permille=step.overlap_permille,
     )
     trees = read_trees(Path(lengths.removeprefix("@")))
+    naming_ranks = parallel.naming_ranks(lambda: place.found("h100:4x8"))
     if trees is not None:
-        with compiling("planning trees") as progress:
+        _refuse_for_trees(lengths, today=today, tokenizer=tokenizer, field=field, html=html)
+        with naming_ranks, compiling("planning trees") as progress:
             saved = advise_trees(asked, trees, progress.update)
         typer.echo(json.dumps(tree_data(saved), indent=2) if as_json else tree_text(saved))
         return
-    with compiling("reading documents") as progress:
+    with naming_ranks, compiling("reading documents") as progress:
         numbers = document_lengths(lengths, tokenizer, field, progress.update)
         found = advise(asked, numbers, progress.update)
     names = list(FRAMEWORKS) if framework == "all" else [framework]
-    strategy = "auto" if found.verdict == "swap" else found.free.name
-    swap = found.verdict == "swap"
-    sizes = (max_tokens_per_rank, whole, asked.micro_batches)
+    swap, sizes = found.verdict == "swap", (max_tokens_per_rank, whole, asked.micro_batches)
+    strategy = "auto" if swap else found.free.name
     lines = Lines(asked.training, where, strategy, *sizes, asked.masks, swap, max(numbers), cost)
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
@@ -143,6 +143,15 @@ def advise(
         typer.echo(json.dumps(as_data(found, code), indent=2))
         return
     typer.echo(text(found, code))
+
+
+def _refuse_for_trees(lengths: str, **given: object) -> None:
+    """Raise ValueError for options that are not used for trees."""
+    unused = [f"--{name}" for name, value in given.items() if value is not None]
+    if unused:
+        raise ValueError(
+            f"{lengths} holds trees, which are compared with separate documents alone; drop {', '.join(unused)}"
+        )
 
 
 def _one_mask(mask: str | None) -> Mask | None:

@@ -47,7 +47,8 @@ def compare(
     if not as_json:
         typer.echo(scenario.title)
     if not found.ran:
-        raise ValueError("; ".join(_refusals(found)))
+        with described.naming_ranks():
+            raise ValueError("; ".join(_refusals(found)))
     if html is not None:
         _report(html, found, scenario)
     typer.echo(json.dumps(as_data(found, scenario), indent=2) if as_json else table(found))

@@ -45,7 +45,8 @@ def simulate(
         asked = (scenario.request, [strategy], scenario.rules)
         row = compare(*asked, compute=scenario.compute).rows[0]
     if row.simulation is None:
-        raise ValueError(f"{strategy} refused: {row.refused}")
+        with described.naming_ranks():
+            raise ValueError(f"{strategy} refused: {row.refused}")
     found = row.simulation
     if events is not None:
         write_whole(events, json.dumps([e._asdict() for e in found.events()]))

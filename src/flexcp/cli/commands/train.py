@@ -87,12 +87,14 @@ def train(
     check_model(name)
     check_data(data)
     check_numbers(tokens, steps, dtype, layout, learning_rate)
-    from flexcp.train.loop import TrainConfig
+    from flexcp.train.loop import TrainConfig, check_run
     from flexcp.train.report import Table
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     preset = cluster or ("h100" if launched and _has_gpu() else "cpu")
     config = TrainConfig(name, data, tokens, steps, strategy, layout, dtype, learning_rate, preset, given)
+    if not launched:
+        check_run(config, ranks)
     quiet_rank = launched and os.environ["RANK"] != "0"
     table = Table(console() if not quiet_rank else None, config)
     reports = _under_torchrun(config, table.add) if launched else _on_cpu_ranks(config, ranks, table.add)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,12 @@ from flexcp.cli.shared.progress import compiling, console, plain
 from flexcp.io.terminal_text import visible, visible_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.status import Status
+
     from flexcp.measure.replay_dumps import Replay
+    from flexcp.measure.verify import Verdict
 
 DumpPath = Annotated[
     str,
@@ -38,7 +44,7 @@ class MaybeBatchOptions(BatchOptions):
 class ExactPlannerOptions(PlannerOptions):
     """A planner in float64, so that only mistakes show, not roundings."""
 
-    dtype: o.Dtype = "float64"
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float64"
 
 
 class VerifyOptions(PlanOptions):
@@ -55,7 +61,8 @@ def verify(
     kernel: Kernel = "cpu",
     as_json: o.Json = False,
 ) -> None:
-    """Run forward and backward on real processes and compare with dense float64 attention on one.
+    """Run forward and backward on real processes and compare with dense float64 attention on one, under each mask of
+    the plan.
 
     Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or
     `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count
@@ -74,20 +81,48 @@ def verify(
     plan.check()
     from flexcp.measure.verify import Options, check_verifiable, verifying
 
-    options = Options(seed=seed, kernel=kernel)
-    check_verifiable(plan, options)
+    check_verifiable(plan, Options(seed=seed, kernel=kernel))
+    verdicts: dict[str, Verdict] = {}
     with console().status(plain("starting processes")) as status, RankPool(plan.ranks) as pool:
-        verdict = pool.run(verifying, plan, options, on_item=lambda text: status.update(plain(text)))[0]
-    result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    else:
-        for name, error in verdict.errors.items():
-            typer.echo(f"{name:>4}  error {error:.2e}   allowed {verdict.allowed[name]:.2e}")
-        typer.echo(f"bytes on the wire {'equal' if verdict.bytes_match else 'DIFFER FROM'} the plan's")
-        typer.echo("passed" if verdict.passed else "FAILED")
-    if not verdict.passed:
+        for number, mask in enumerate(plan.batch.masks):
+            options = Options(seed=seed, kernel=kernel, mask=number)
+            told = partial(_tell, status, f"mask {mask.name!r}: " if len(plan.batch.masks) > 1 else "")
+            verdicts[mask.name] = pool.run(verifying, plan, options, on_item=told)[0]
+    typer.echo(json.dumps(verdict_data(verdicts), indent=2) if as_json else verdict_text(verdicts))
+    if not all(verdict.passed for verdict in verdicts.values()):
         raise typer.Exit(1)
+
+
+def _tell(status: Status, before: str, text: str) -> None:
+    """Show what is being done."""
+    status.update(plain(before + text))
+
+
+def verdict_data(verdicts: Mapping[str, Verdict]) -> dict[str, object]:
+    """Return the verdicts of a plan's masks with the documented JSON keys;
+    errors on top are the largest of all masks.
+    """
+    found = list(verdicts.values())
+    each = {name: {**v.errors, "bytes_match": v.bytes_match} for name, v in verdicts.items()}
+    return {
+        **{name: max(verdict.errors[name] for verdict in found) for name in found[0].errors},
+        "bytes_match": all(verdict.bytes_match for verdict in found),
+        "passed": all(verdict.passed for verdict in found),
+        **({"masks": each} if len(each) > 1 else {}),
+    }
+
+
+def verdict_text(verdicts: Mapping[str, Verdict]) -> str:
+    """Return the verdicts of a plan's masks as text; masks are named where there are several."""
+    lines = []
+    for mask, verdict in verdicts.items():
+        if len(verdicts) > 1:
+            lines.append(f"layers with the mask {visible(mask)!r}:")
+        for name, error in verdict.errors.items():
+            lines.append(f"{name:>4}  error {error:.2e}   allowed {verdict.allowed[name]:.2e}")
+        lines.append(f"bytes on the wire {'equal' if verdict.bytes_match else 'DIFFER FROM'} the plan's")
+    lines.append("passed" if all(verdict.passed for verdict in verdicts.values()) else "FAILED")
+    return "\n".join(lines)
 
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:

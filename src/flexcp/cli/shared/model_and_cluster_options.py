@@ -96,7 +96,9 @@ class ModelOptions(HeadsOptions):
         for name, value in self.told.items():
             if value < 1:
                 raise ValueError(f"{flag(name)} is at least 1; got {value}")
-        head_dim = self.head_dim or (HEAD_DIM if self.hidden is None else max(1, self.hidden // self.heads))
+        if self.hidden is not None and self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"--heads {self.heads} do not divide --hidden {self.hidden}; give --head-dim, too")
+        head_dim = self.head_dim or (HEAD_DIM if self.hidden is None else self.hidden // self.heads)
         return make_model(self.heads, self.kv_heads or self.heads, head_dim, self.hidden, self.layers)
 
 

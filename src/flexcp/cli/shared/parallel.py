@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,6 +63,20 @@ class ParallelOptions(OptionGroup):
             )
         part = None if preset is None else self.part(preset)
         return Divided(found, part, self._words(cluster, shape, found))
+
+    @contextmanager
+    def naming_ranks(self, cluster: Callable[[], Cluster]) -> Iterator[None]:
+        """Add to an error about ranks how these parallelisms leave so few of the GPUs of ``cluster()``."""
+        try:
+            yield
+        except ValueError as error:
+            degrees = [f"{name} {value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1]
+            gpus = cluster().ranks if degrees and "rank" in str(error) else 0
+            left, rest = divmod(gpus, self.tp * self.pp)
+            if not left or rest:
+                raise
+            of = " / ".join([f"{gpus} GPUs", *degrees])
+            raise ValueError(f"{error} ({of} = {left} context-parallel {'rank' if left == 1 else 'ranks'})") from None
 
     def part(self, preset: Preset) -> Preset:
         """Return the part of a whole model that one rank has."""

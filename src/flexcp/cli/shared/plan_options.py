@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 
 class PlannerOptions(OptionGroup):
-    """Arguments of ``Planner`` that are options, with the same names and defaults."""
+    """Arguments of ``Planner`` that are options, with the same names and defaults; only ``dtype`` is the model's."""
 
     v_head_dim: Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")] = None
-    dtype: o.Dtype = "bfloat16"
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16, float32 or float64; that of the model's config.json, else bfloat16."),
+    ] = None
     strategy: o.Strategy = "auto"
     effort: Annotated[int | None, typer.Option(help="Candidates that may be evaluated; a count, never a clock.")] = None
     compute_tolerance: Annotated[
@@ -74,13 +77,15 @@ class PlanOptions(OptionGroup):
         where, shape = measured.on(self.cluster.found()), self.model.attention(default)
         divided = self.parallel.divided(where, shape, self.model.whole()).announced()
         training = self.step.training(divided.preset, self.parallel.tp)
-        return Planner(cost=measured.cost, training=training, **(divided.topology.arguments | vars(self.planner)))
+        given = {name: value for name, value in vars(self.planner).items() if name != "dtype" or value is not None}
+        return Planner(cost=measured.cost, training=training, **(divided.topology.arguments | given))
 
     def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
         """Return the planner with the cap by which the batch was cut, and the lengths of the batch;
         prints which part of a file it is.
         """
-        found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
+        with self.parallel.naming_ranks(self.cluster.found):
+            found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
         capped = copy(planner)
         capped.max_tokens_per_rank = found.max_tokens_per_rank
         return capped, found.lengths
@@ -88,7 +93,8 @@ class PlanOptions(OptionGroup):
     def plan(self, planner: Planner, lengths: list[int]) -> Plan:
         """Call the planner once, without a cache."""
         found = self.model.whole()
-        if found is None:
-            return planner(lengths, self.batch.rule, **vars(self.tokens))
-        masks = self.batch.layer_masks(self.parallel.part(found))
-        return planner(lengths, masks=masks, **vars(self.tokens))
+        with self.parallel.naming_ranks(self.cluster.found):
+            if found is None:
+                return planner(lengths, self.batch.rule, **vars(self.tokens))
+            masks = self.batch.layer_masks(self.parallel.part(found))
+            return planner(lengths, masks=masks, **vars(self.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +58,8 @@ class Scenario:
         masks = ", ".join(str(m.rules[0]) if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
         return (
             f"simulated: {model} on {self.request.cluster}, {count_of(batch.documents, 'document')}, "
-            f"{count_of(batch.tokens, 'token')}, {masks}, {shape.heads} / {shape.kv_heads} heads of {shape.head_dim}; "
+            f"{count_of(batch.tokens, 'token')}, {masks}, {shape.heads} / {shape.kv_heads} heads of {shape.head_dim}"
+            f"{'' if shape.dtype == 'bfloat16' else f' in {shape.dtype}'}; "
             f"{error_words(self.request.cost, self.calibration.held_out)}"
             f"{f'; {self.taken}' if self.taken else ''}{f'; {self.divided}' if self.divided else ''}"
         )
@@ -77,6 +79,10 @@ class ScenarioOptions(OptionGroup):
     ] = False
     max_tokens_per_rank: o.MaxTokens = None
 
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """Add to an error about ranks how other parallelisms leave so few of the cluster's GPUs."""
+        return self.parallel.naming_ranks(self.cluster.found)
+
     def scenario(self) -> Scenario:
         """Return the scenario that the options describe; a model brings its own heads and masks."""
         from flexcp.batch import make_batch
@@ -91,7 +97,8 @@ class ScenarioOptions(OptionGroup):
         where, heads = found.on(self.cluster.found()), self.model.attention((32, 8, 128))
         divided = self.parallel.divided(where, heads, self.model.whole())
         where, preset, rule = divided.topology.cluster, divided.preset, self.batch.rule
-        taken = self.batch.taken(where.ranks, cap)
+        with self.naming_ranks():
+            taken = self.batch.taken(where.ranks, cap)
         priced, training = found.cost, self.step.training(preset, self.parallel.tp)
         if preset is None:
             made = make_batch(taken.lengths, causal() if rule is None else rule)
@@ -106,6 +113,7 @@ class ScenarioOptions(OptionGroup):
             max_tokens_per_rank=taken.max_tokens_per_rank,
             training=training,
         )
-        refuse_over_cap(request)
+        with self.naming_ranks():
+            refuse_over_cap(request)
         rules = Rules(contention=not self.no_contention)
         return Scenario(request, rules, found, taken.words, divided.words)

@@ -67,6 +67,10 @@ OVERPRICED_PERMILLE = 50
 """How much the closed form may overestimate the time of a placement on several nodes, per mille."""
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
+TOLD_PERMILLE = 900
+"""The least bound on candidates that were passed over which the note tells, per mille of the time of the plan taken:
+of a lower one nothing follows.
+"""
 LARGE = 400_000
 """Below ``HIGH_EFFORT``, static methods with more transfers in the backward are only scheduled if nothing else is."""
 MANY_DOCUMENTS = 65_536
@@ -314,8 +318,10 @@ class _Search:
                 said.append((found.ns, f"{times} ({milliseconds(found.ns)} ms), the {next_one} {kind}{of_those}"))
             elif dealing in self.passed_over and not alike:  # none was simulated, so only a bound is known
                 price = self.passed_over[dealing]
-                said.append((price, f"no {kind} takes less than {milliseconds(price)} ms"))
-        why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
+                if price * 1000 >= best.ns * TOLD_PERMILLE:
+                    said.append((price, f"no {kind} takes less than {milliseconds(price)} ms"))
+        alone = "no other one was simulated" if self.passed_over else "the only one that can run here"
+        why = "; ".join(text for _, text in sorted(said)) or alone
         time = f"{milliseconds(best.ns)} ms a step simulated"
         return f"{best.name}{f' ({own})' if own else ''}: {time}; {why} ({self._step_words()})"
 
