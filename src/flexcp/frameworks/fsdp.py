@@ -20,6 +20,8 @@ forwards and backwards on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -50,7 +52,7 @@ def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
         module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo supports no other, and NCCL copies less
 
 
-def _check_replicas(modules: list[FSDPModule], replicas: int) -> None:
+def _check_replicas(modules: Sequence[FSDPModule], replicas: int) -> None:
     """Raise ValueError for a number of replicas that does not divide the ranks that modules are sharded over."""
     check_whole("replicas", replicas)
     for module in modules:
