@@ -153,7 +153,7 @@ def test_a_label_that_is_ignored_is_not_looked_up(step: flexcp.Step) -> None:
         ((logits().long(), labels()), r"logits are torch.int64"),
         ((None, labels()), r"logits is a tensor .*\(8, vocabulary\); got None"),
         ((logits(), None), r"labels is a tensor .*\(8,\); got None"),
-        ((logits(), labels(), None), r"ignore= is a whole number; got None"),
+        ((logits(), labels(), "x"), r"ignore= is a whole number; got 'x'"),
     ],
 )
 def test_a_loss_says_which_shape_it_expects(step: flexcp.Step, given: Any, words: str) -> None:
@@ -194,7 +194,7 @@ def test_labels_of_narrow_token_ids_have_room_for_what_is_ignored(step: flexcp.S
         lambda step: step.roll(torch.zeros(())),
         lambda step: step.roll(torch.zeros(8), 1.5),
         lambda step: step.roll(torch.zeros(8), 1, fill="x"),
-        lambda step: step.shard(torch.zeros(8), pad=None),
+        lambda step: step.shard(torch.zeros(8), pad="x"),
         lambda step: step.labels([1, 2]),
         lambda step: step.labels(torch.zeros(8), ignore=[1]),
         lambda step: step.relayout(None),
