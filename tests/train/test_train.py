@@ -134,6 +134,9 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
         assert [d.tolist() for d in documents.step(3)] != [d.tolist() for d in documents.step(4)]
     assert bytes(Documents(text, 19, 256).step(0)[0].tolist()) == b"never odd or even, "
     assert sum(shrunk_lengths("longtail", 17, 1, 16)) == 17
+    for tokens in (1, 2, 3, 5):  # at such sizes more documents may be drawn than there are tokens
+        for seed in range(8):
+            assert sum(shrunk_lengths("web", tokens, seed, 16)) == tokens
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
 MOST_DUMPS = 4
-"""After this many dumps, asked-for ones included, none is written automatically; the first show what went wrong."""
+"""After this many automatic dumps no more are written; the first ones show what went wrong."""
 
 
 class Telemetry:
@@ -85,6 +85,7 @@ class Telemetry:
         self.check_every, self.check_rows, self.seed = check_every, check_rows, seed
         self.dumps: list[Path] = []
         """The dumps written so far."""
+        self._dumped_by_itself = 0
         self._steps: deque[StepRecord] = deque(maxlen=keep)
         self._bound, self._forwards, self._logged, self._planning = 0, 0, 0, 0
         self._finite = FiniteWatch() if nan_check else None
@@ -243,14 +244,16 @@ class Telemetry:
             error.add_note(f"flexcp wrote {path}; flexcp verify @{path} replays its plans")
 
     def _dumped(self, reason: str, message: str) -> Path | None:
-        """Write a dump and return its path; None if there is no folder, or there are ``MOST_DUMPS`` already.
+        """Write a dump and return its path; None if there is no folder, or ``MOST_DUMPS`` were written before.
 
         If writing fails, only warn and return None, so that the error that caused the dump is not hidden.
         """
-        if self.dump_dir is None or len(self.dumps) >= MOST_DUMPS:
+        if self.dump_dir is None or self._dumped_by_itself >= MOST_DUMPS:
             return None
         try:
-            return self.dump(reason, message)
+            path = self.dump(reason, message)
+            self._dumped_by_itself += 1
+            return path
         except Exception as problem:  # any error: the caller is about to raise the error that caused the dump
             warnings.warn(f"flexcp could not write a dump to {self.dump_dir}: {problem}", stacklevel=2)
             return None

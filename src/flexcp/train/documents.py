@@ -135,8 +135,11 @@ class Documents:
 
 
 def shrunk_lengths(name: str, tokens: int, seed: int, shrink: int) -> list[int]:
-    """Draw lengths from a distribution, divide them by ``shrink``, and adjust them to add up to exactly ``tokens``."""
-    lengths = [max(1, n // shrink) for n in draw_lengths(name, tokens * shrink, seed)]
+    """Draw lengths from a distribution, divide them by ``shrink``, and adjust them to add up to exactly ``tokens``.
+
+    There are at most as many documents as tokens.
+    """
+    lengths = [max(1, n // shrink) for n in draw_lengths(name, tokens * shrink, seed)][:tokens]
     lengths[0] += max(0, tokens - sum(lengths))
     while sum(lengths) > tokens:
         lengths[lengths.index(max(lengths))] -= min(max(lengths) - 1, sum(lengths) - tokens)
