@@ -302,8 +302,8 @@ def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: st
         (1000, 1050, "swap", "Of the two the swap (1.09 times) pays; the loader"),
         (900, 880, "swap", "Both pay"),
         (1000, 880, "free", "Both pay"),
-        (None, 1000, "free", "The swap does not fit"),
-        (None, 1050, "static", "The swap does not fit"),
+        (None, 1000, "free", "The swap does not fit; the loader (1.09 times the speed of zigzag) pays."),
+        (None, 1050, "static", "The swap does not fit; the loader (1.04 times the speed of zigzag) does not pay"),
     ],
 )
 def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns: int, verdict: str, says: str) -> None:

@@ -93,6 +93,8 @@ def test_what_does_not_fit_here_is_checked_symbolically(tmp_path: Path) -> None:
     many, long = replay(dumped(tmp_path, plans), 0, "cpu", quiet).plans
     assert many.passed and "20 ranks" in many.not_run
     assert long.passed and "20000" in long.not_run
+    (elsewhere,) = replay(dumped(tmp_path / "hopper", [plan_for(2)]), 0, "hopper", quiet).plans
+    assert elsewhere.passed and "hopper" in elsewhere.not_run
 
 
 def test_ranks_of_one_group_with_different_plans_are_named(tmp_path: Path) -> None:

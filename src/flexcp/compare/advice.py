@@ -229,7 +229,8 @@ class Advice:
             return f"The loader with {free.name} is what you run today; the swap {other}."
         loader = f"the loader ({self.gain(free):.2f} times the speed of {self.static.name})"
         if swap is None:
-            return f"The swap does not fit, {loader} does."
+            pays = "does not pay beyond the model's error" if self.verdict == "static" else "pays"
+            return f"The swap does not fit; {loader} {pays}."
         swapped = f"the swap ({self.gain(swap):.2f} times)"
         if self.verdict == "static":
             return f"Neither {loader} nor {swapped} pays beyond the model's error."

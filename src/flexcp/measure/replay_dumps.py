@@ -102,7 +102,7 @@ def _check(found: Replayed, kernel: str | None) -> None:
         return
     try:
         check_verifiable(found.plan, Options(kernel=kernel))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         found.not_run = str(error)
 
 
