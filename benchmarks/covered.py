@@ -25,26 +25,30 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--tests", default="all tests", help="which tests ran, in words")
+    parser.add_argument("--where", help="the machine that ran them, in words; this one without it")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args(words)
-    made = page(json.loads(asked.file.read_text()), asked.tests)
+    here = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
+    made = page(json.loads(asked.file.read_text()), asked.tests, asked.where or here)
     print(made)
     if asked.page is not None:
         asked.page.write_text(made)
     return 0
 
 
-def page(found: dict[str, Any], tests: str) -> str:
-    """Return the page: the share of all lines, and a row for each room of the house."""
+def page(found: dict[str, Any], tests: str, where: str) -> str:
+    """Return the page: the share of all lines, and a row for each folder and module of ``src/flexcp``.
+
+    ``tests`` and ``where`` say in words which tests ran, and on which machine.
+    """
     lines, run = Counter[str](), Counter[str]()
     for name, file in found["files"].items():
         room = _room(name)
         lines[room] += file["summary"]["num_statements"]
         run[room] += file["summary"]["covered_lines"]
     rows = [f"| `{room}` | {lines[room]:,} | {100 * run[room] / lines[room]:.1f} % |" for room in sorted(lines)]
-    cores = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     return (
-        f"# Coverage\n\n**Measured** {date.today()} by `make coverage` on {cores}, with {tests}: "
+        f"# Coverage\n\n**Measured** {date.today()} by `make coverage` on {where}, with {tests}: "
         f"**{100 * run.total() / lines.total():.1f} %** of {lines.total():,} lines of `src/flexcp`. Not counted are "
         "compiled loops and GPU functions, whose lines Python does not run. What ran in ranks that a test killed is "
         "not seen.\n\n| room | lines | run by a test |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
