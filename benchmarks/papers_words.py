@@ -41,9 +41,12 @@ DEEP = 4
 LIMITS = (
     "*All three*",
     "",
-    "- `auto` is judged by the simulator that it chooses with. The papers' planners were not tuned to that simulator.",
-    "- A row has one to three drawn batches and no spread. Differences of a few per cent may be those of the batches.",
-    "- *Same* is within 5 % in every quantity, also in single timings of planning.",
+    "- `auto` is judged by the simulator that it chooses with. For the papers' planners that simulator chose only "
+    "sizes of blocks and, for `dcp`, a tolerance.",
+    "- Most rows have one to three drawn batches, and none a spread. Differences of a few per cent may be those of the "
+    "batches.",
+    "- Planning times under a second are the least of three runs; longer ones are single runs, and *same* is within "
+    "5 % for them too.",
     "- [Published figures](published.md) simulates some of the same cells with other links, kernels and batches. Its "
     "numbers differ from those here, and neither confirms the other.",
     "- Not every figure and table has a row. Our notes on the papers have no table of DCP's, and their numbers of FCP "
@@ -57,10 +60,10 @@ LIMITS = (
     "`dcp`.",
     "- `auto` has one plan of a batch for both directions. For `dcp` the block size, and for the baseline the method, "
     "are chosen for each direction by the simulator.",
-    "- Where *over static* is below 1, as in forward rows of figure 13, `auto` is slower than the best fixed method.",
+    "- Where *over static* is below 1, `auto` is slower than the best fixed method.",
     "- End to end the optimiser, the collectives of tensor parallelism and the host's time are left out.",
-    "- Figures 16, 18 and 19: two batches instead of 200, and DCP's separate tolerance for memory, which its figure 19 "
-    "also sweeps, has no counterpart in one weight. `auto` looks for the least time, not for few bytes.",
+    "- Figures 16, 18 and 19: two batches instead of 200, and DCP's separate tolerance for memory, which its code also "
+    "sweeps, has no counterpart in one weight. `auto` looks for the least time, not for few bytes.",
     "- Figures 1 and 21 are profiles of a run, and our notes do not say what they count as waiting. By the artifact's "
     "count, in which the loss is 20, the second is 21, and 22 in the arXiv version; the artifact does not make it. "
     "Waiting is judged twice: of all ranks, where a rank that is done early waits for the slowest, and of the slowest "
@@ -83,9 +86,9 @@ LIMITS = (
     "the paper alone.",
     "- DeepSpeed's Ulysses has degrees here that divide the query heads, with 28 heads no more than 4 among the powers "
     "of two. Public DeepSpeed can also split heads unevenly; that is not simulated, so ratios over DeepSpeed with 28 "
-    "heads are too large.",
+    "heads are probably too large.",
     "- The model and data behind the first version's 1.02 and 1.16 are not known. They stand beside all three cases.",
-    "- *Video* rows: spans of the language model see both ways, as in the paper's vision mask. Published Qwen-VL "
+    "- *Video* rows: spans of the language model see both ways, as the paper's cost model assumes. Published Qwen-VL "
     "language models are causal.",
     "- *Video* rows: Megatron-LM, DeepSpeed and *any fixed* use one method for the vision encoder and the language "
     "model, as users do, while `dhp` and `auto` plan each by itself; the fourth row has the best fixed method of each "

@@ -353,3 +353,23 @@ def test_texts_count_where_auto_is_static_and_how_the_foldings_compare() -> None
     text = papers_words._foldings(rows)
     assert text.startswith("In 2 of 3 rows") and text.endswith("DCP is judged kindly.")
     assert not papers_words._foldings(rows[-2:]).endswith("kindly.")
+
+
+def test_texts_say_where_dcps_gains_and_fcps_imbalance_leave_the_published_ranges() -> None:
+    def step(cap: str, planner: float) -> Row:
+        words = f"causal, data up to {cap}: step over Megatron's (1.00 s)"
+        return Row("14", words, 1.0, planner, 1.2, "simulated", base_off=-0.2, aside=0.3)
+
+    waits = Row("1, 21", "share", "-", 0.2, 0.1, "simulated", False, aside=0.6)
+    text = papers_words._steps([step("16,384", 1.02), step("65,536", 1.5), waits])
+    assert text.endswith("too large at 65,536 (1.50).") and "is 30% of its steps" in text and "waits 60%" in text
+    assert "too large" not in papers_words._steps([step("16,384", 1.02), waits])
+
+    def uneven(name: str, part: str, value: float) -> Row:
+        return Row("imbalance", f"{name}, 16 GPUs: {part}", "-", value, None, "counted in plans", False, part=part)
+
+    parts = ("work", "work, ByteScale", "bytes received, MagiAttention")
+    rows = [
+        uneven(name, part, 0.02 if name == "lognormal16k" else 0.05) for name in papers_fcp.LENGTHS for part in parts
+    ]
+    assert "2.0% on lognormal16k, 5.0% on bimodal, above it in every cell of bimodal." in papers_words._imbalance(rows)
