@@ -1,7 +1,7 @@
 """FCP's reshuffle before and after attention, measured on four ranks in the box: `fcp` and ``auto``
 with tokens where they want them and in contiguous order, beside the simulation of the same plans.
 
-Links are slow and compute is paced, as in ``box.py``. Without root there is no box, and the row says so.
+Links are slow and kernels are replaced by waits, as in ``box.py``. Without root there is no box, and the row says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexcp.planner import Planner
 from flexcp.simulator.training import simulate
 from lib.box import Box, why_not
 from lib.step_time import slowest_ms, time_steps
-from papers_rows import MEASURED, SIMULATED, TIME, Row, absent, whole
+from papers_rows import BOX_TIME, MEASURED, SAME, SIMULATED, Row, absent, whole
 
 LENGTHS = (8192, 1024, 2048, 512, 700, 300, 1500, 96, 2000)
 MBIT, GFLOPS = 200, 20.0
@@ -55,7 +55,7 @@ def measured_in_the_box(repeats: int) -> list[Row]:
     if reason is not None:
         return [absent("reshuffle", WHAT, HIDDEN, f"not measured: {reason}")]
     rows, load, made = [], os.getloadavg()[0], plans()
-    how = f"{MEASURED}, compute paced, load {load:.1f} on {os.cpu_count()} cores before it began"
+    how = f"{MEASURED}, kernels replaced by waits, load {load:.1f} on {os.cpu_count()} cores before it began"
     with Box(2, 2) as box:
         box.network.limit(MBIT)
         for words, pair in made.items():
@@ -67,7 +67,7 @@ def measured_in_the_box(repeats: int) -> list[Row]:
 
 
 def _row(layout: str, ms: Sequence[float], how: str, part: str) -> Row:
-    theirs, aspect = HIDDEN if layout == CONTIGUOUS else "not shown", TIME if part == BOX else None
+    theirs, aspect = HIDDEN if layout == CONTIGUOUS else "not shown", BOX_TIME if part == BOX else None
     words = f"{WHAT}, {layout}"
     return Row("reshuffle", words, theirs, *ms, how, False, whole, aspect=aspect, part=f"{layout}, {part}")
 
@@ -77,16 +77,24 @@ def order(rows: Sequence[Row]) -> str:
     empty if nothing was measured.
     """
     found = {row.part: row.auto / row.planner for row in rows if row.figure == "reshuffle" and row.planner and row.auto}
-    texts, reversed_ = [], []
+    texts, reversed_, open_ = [], [], []
     for layout in LAYOUTS:
         parts = [f"{layout}, {each}" for each in (BOX, BOX_SIMULATED)]
         if not all(part in found for part in parts):
             return ""
         measured, simulated = (found[part] for part in parts)
         texts.append(f"{measured:.2f} with {layout} (simulated {simulated:.2f})")
-        if (measured - 1) * (simulated - 1) < 0:
+        if min(abs(measured - 1), abs(simulated - 1)) <= SAME:
+            open_.append(layout)
+        elif (measured - 1) * (simulated - 1) < 0:
             reversed_.append(layout)
     told = f"In the box `auto` takes, of `fcp`'s time, {' and '.join(texts)}."
-    if not reversed_:
-        return f"{told} The order is the simulated one."
-    return f"{told} With {' and with '.join(reversed_)} the order is the reverse of the simulated one."
+    rest = [layout for layout in LAYOUTS if layout not in (*reversed_, *open_)]
+    for layouts, words in (
+        (rest, "the order is the simulated one"),
+        (reversed_, "the order is the reverse of the simulated one"),
+        (open_, f"the two differ by no more than {SAME:.0%}, measured or simulated, which is no order"),
+    ):
+        if layouts:
+            told += f" With {' and with '.join(layouts)} {words}."
+    return told

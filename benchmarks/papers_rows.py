@@ -29,7 +29,8 @@ SAME = 0.05
 """Two values are the same if they differ by no more than this share."""
 SIMULATED, MEASURED, COUNTED = "simulated", "measured", "counted in plans"
 TIME, WAITING, BYTES, BALANCE, PLANNING = "time", "waiting", "bytes", "balance", "planning"
-ASPECTS = (TIME, WAITING, BYTES, BALANCE, PLANNING)
+BOX_TIME = "time in the box"
+ASPECTS = (TIME, BOX_TIME, WAITING, BYTES, BALANCE, PLANNING)
 """The quantities that a verdict may be about."""
 NONE, AGAIN = "-", "as above"
 """No verdict, and a verdict given in an earlier row of the same comparison."""
@@ -44,7 +45,9 @@ class Row:
     ``kind`` says how the last two were found, or why they are missing. ``static``, for times, are speed-ups of ``auto``
     over static methods of any degree. ``aspect`` is what the verdict is about, None if there is none. Rows of one
     ``comparison`` (by default the cell's words) share a verdict. ``part`` distinguishes rows of a figure in the
-    summary. ``base_off`` is the error of a ratio's baseline against its published time.
+    summary. ``chose`` are the strategies that ``auto`` chose, one for each batch, in one of the rows about them. Texts
+    use two more numbers: ``base_off``, the error of a ratio's baseline against its published time, and ``aside``,
+    which the function that makes the row describes.
     """
 
     figure: str
@@ -60,7 +63,9 @@ class Row:
     comparison: str = ""
     part: str = ""
     batches: int = 1
+    chose: tuple[str, ...] = ()
     base_off: float | None = None
+    aside: float | None = None
 
     def cells(self, verdict: str | None = None) -> list[str]:
         """Return the row as the page prints it, with ``verdict`` instead of its own if given."""
@@ -88,6 +93,11 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
         if row.verdict != NONE:
             seen.add(key)
     return found
+
+
+def how_found(kind: str) -> str:
+    """Return how the values of a row were found, in a word or two, without conditions and reasons."""
+    return kind.partition(",")[0]
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Counter[str]]:

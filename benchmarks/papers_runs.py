@@ -31,6 +31,13 @@ class Planned(NamedTuple):
     seconds: float
 
 
+class Timed(NamedTuple):
+    """CPU seconds of planning, and of how many runs they are the least."""
+
+    seconds: float
+    runs: int
+
+
 class OverStatic(NamedTuple):
     """Mean speed-ups of a strategy over the best static method of each batch, and over the one fixed for all."""
 
@@ -51,14 +58,32 @@ class Runs:
         """Return the strategy's plan of a batch, or None if it refuses."""
         key = (where.cluster, where.shape, where.cost, where.training, tuple(lengths), mask, name)
         if key not in self._plans:
-            begin = time.process_time()
             try:
-                request = asked(where, lengths, mask)
-                plan = self._makers[name](request) if name in self._makers else planned(request, name, search=False)[1]
-                self._plans[key] = Planned(plan, time.process_time() - begin)
+                self._plans[key] = self._made(where, lengths, name, mask)
             except Refused:
                 self._plans[key] = None
         return self._plans[key]
+
+    def _made(self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None) -> Planned:
+        """Plan a batch. The rounds of `fcp` are part of its planning; plans of other strategies make them if needed."""
+        begin = time.process_time()
+        request = asked(where, lengths, mask)
+        plan = self._makers[name](request) if name in self._makers else planned(request, name, search=False)[1]
+        if name.partition(":")[0] == "fcp":
+            for backward in (False, True):
+                plan.rounds(backward=backward)
+        return Planned(plan, time.process_time() - begin)
+
+    def timed(self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None = None) -> Timed:
+        """Return the CPU seconds of planning a batch by :func:`least_of_few`; the strategy must not refuse."""
+        found = self.plan(where, lengths, name, mask)
+        if found is None:
+            raise ValueError(f"{name} refuses a batch of {len(lengths)} documents on {where.cluster}")
+        return least_of_few(found.seconds, lambda: self._made(where, lengths, name, mask).seconds)
+
+    def chosen(self, where: Experiment, batches: Sequence[Sequence[int]], mask: Mask | None = None) -> tuple[str, ...]:
+        """Return the strategies that ``auto`` chose, one for each batch."""
+        return tuple(self.run(where, lengths, "auto", mask).plan.strategy for lengths in batches)
 
     def tried(
         self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None = None
@@ -130,6 +155,21 @@ class Runs:
             each.append(self.least(where, [lengths], [*fixed, *of_batch], time, mask)[1] / mine)
             one.append(time(self.run(where, lengths, configured, mask)) / mine)
         return OverStatic(mean(each), mean(one))
+
+
+def least_of_few(first: float, again: Callable[[], float], runs: int = 3) -> Timed:
+    """Return the least of ``runs`` timings if the first took under a second, else the first alone."""
+    if first >= 1:
+        return Timed(first, 1)
+    return Timed(min(first, *(again() for _ in range(runs - 1))), runs)
+
+
+def timing(*found: Timed) -> str:
+    """Return how planning times were measured, in words."""
+    runs = {one.runs for one in found}
+    if len(runs) > 1:
+        return "measured, one core, least of 3 runs below a second, one run above"
+    return "measured, one core, " + ("one run each" if runs == {1} else f"least of {min(runs)} runs")
 
 
 def asked(where: Experiment, lengths: Sequence[int], mask: Mask | None = None) -> Request:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from papers_rows import AGAIN, NONE, Row, counts, span, verdicts
+from papers_rows import AGAIN, NONE, Row, counts, how_found, span, verdicts
 from simulated import table
 
 HEADS = (
@@ -19,6 +19,7 @@ HEADS = (
     "`auto` against their planner",
     "`auto` over static of each batch, median",
     "over one fixed, median",
+    "how",
 )
 
 
@@ -32,11 +33,17 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def told(rows: Sequence[Row]) -> str:
-    """Return the counts of verdicts in words, by aspect."""
+    """Return the counts of verdicts in words, by aspect, with how the compared values were found."""
+    judged = [row for row, verdict in zip(rows, verdicts(rows), strict=True) if verdict not in (NONE, AGAIN)]
     return "; ".join(
-        f"{aspect}: {found['better']} better, {found['same']} the same, {found['worse']} worse"
+        f"{aspect} ({_how([row for row in judged if row.aspect == aspect])}): {found['better']} better, "
+        f"{found['same']} the same, {found['worse']} worse"
         for aspect, found in counts(rows).items()
     )
+
+
+def _how(rows: Sequence[Row]) -> str:
+    return ", ".join(dict.fromkeys(how_found(row.kind) for row in rows))
 
 
 def _line(figure: str, part: str, found: Sequence[tuple[Row, str]]) -> list[str]:
@@ -48,7 +55,7 @@ def _line(figure: str, part: str, found: Sequence[tuple[Row, str]]) -> list[str]
     over = [f"{statistics.median(ratios):.2f}" for ratios in zip(*static, strict=True)] if static else [NONE, NONE]
     here = [_middle(rows, [getattr(row, name) for row in rows]) for name in ("planner", "auto")]
     name = f"{figure}, {part}" if part else figure
-    return [name, str(len(rows)), _theirs(rows), *here, words or (AGAIN if again else NONE), *over]
+    return [name, str(len(rows)), _theirs(rows), *here, words or (AGAIN if again else NONE), *over, _how(rows)]
 
 
 def _theirs(rows: Sequence[Row]) -> str:

@@ -126,8 +126,8 @@ _PRESETS: dict[str, _Preset] = {
     "h100": _Preset(989, 450, 50, 10, 3350),
     # NVIDIA H200 SXM data sheet: compute and links of an H100, memory 4,800 GB/s.
     "h200": _Preset(989, 450, 50, 10, 4800),
-    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. The network is that of the
-    # block-level FCP paper's H20 cluster: 200 Gb/s a GPU.
+    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. The network,
+    # 200 Gb/s a GPU, is our assumption.
     "h20": _Preset(148, 450, 25, 10, 4000),
     # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for
     # 72 GPUs; 400 Gb/s a GPU between racks. Here a node is one NVLink domain, of 18 hosts.
