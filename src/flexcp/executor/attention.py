@@ -105,7 +105,7 @@ def attention(
 
 
 class Layer(NamedTuple):
-    """Which of the plan's masks a layer uses, by its name or by its window."""
+    """Which of the plan's masks a layer uses: by its name, by its window, or the only one if both are None."""
 
     mask: str | None
     window: int | None
@@ -189,7 +189,10 @@ def _runtime(step: Step, q: Tensor, numbers: Numbers, mask: int, backward: bool)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
-    """Raise ValueError unless q, k and v have the shapes and the dtype of the step's plan."""
+    """Raise ValueError unless q, k and v have the shapes and the dtype of the step's plan.
+
+    A plan for latents (multi-latent attention) raises too.
+    """
     shape = step.plan.shape
     if shape.latent is not None:
         raise ValueError(
@@ -213,7 +216,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
 
 
 def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
-    """Return the advice for tensors whose dtype is not the plan's."""
+    """Return the advice for tensors whose dtype is not ``planned``, the plan's."""
     if q.dtype == k.dtype == v.dtype:
         return f'plan with Planner(dtype="{str(q.dtype).removeprefix("torch.")}")'
     return (

@@ -26,7 +26,7 @@ PLANS = 32
 RowBlock = tuple[int, Ints, bool]
 """(peer, rows of the arena, whether they are partial sums, which travel in the accumulator dtype)."""
 PeerRows = dict[tuple[int, bool], list[Ints]]
-"""Rows of the arena, by (peer, partial)."""
+"""Rows of the arena, in pieces, by (peer, whether they are partial sums)."""
 
 
 @dataclass(frozen=True)

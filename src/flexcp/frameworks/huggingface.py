@@ -120,7 +120,10 @@ def masks(
 
 
 def _text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a model's text layers, which may be part of that of a model with images."""
+    """Return the configuration of the text layers of a model, given the model or its configuration.
+
+    In a model with images it is a part of the model's configuration.
+    """
     config: PreTrainedConfig = getattr(model, "config", model)
     return config.get_text_config()
 

@@ -85,8 +85,9 @@ def share(
 ) -> Rows:
     """Return this rank's rows of the batch that all ranks of ``group`` loaded together.
 
-    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of
-    ``planner``, a :class:`flexcp.Planner` or a function with the same call.
+    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``, and ``lengths`` the tokens of
+    each document. ``options`` go to the call of ``planner``, a :class:`flexcp.Planner` or a function with the same
+    call. Every rank of the group calls this.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
     parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "return_dict", "use_cache"}
-"""Keywords that mean the same for any rows, and are passed on to the model."""
+"""Keywords that mean the same for any rows, and are passed on to the model; ``use_cache`` is always passed as False."""
 
 
 class LastPlan:
@@ -80,7 +80,10 @@ class SharedForward:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Use the model's own forward and attention inside the block, on each rank alone."""
+        """Use the model's own forward and attention inside the ``with`` block, on each rank alone.
+
+        If the model's own attention was flexcp's already, it is ``"sdpa"`` there.
+        """
         if self.paused:
             yield
             return

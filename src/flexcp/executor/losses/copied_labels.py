@@ -65,7 +65,7 @@ A step may be used for many batches without a ``step.loss``. With this many labe
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A stream of integers that was sharded, and this rank's rows of it."""
+    """A stream of integers that was given to ``step.shard``, and this rank's rows of it."""
 
     stream: Tensor
     rows: Tensor

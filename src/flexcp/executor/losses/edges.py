@@ -72,7 +72,7 @@ class Edges:
 
     @property
     def documents(self) -> Ints:
-        """The document of each sequence."""
+        """The number of the document of each sequence."""
         return self.of_batch.documents
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,7 +71,7 @@ class LossWatch:
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _leave(self) -> None:
-        """Note that this backward has ended."""
+        """Note that the backward that began at a reported loss has ended."""
         self.in_backward = False
 
     def check_reduction(self, gradients: Gradients) -> None:
