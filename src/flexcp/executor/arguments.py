@@ -1,4 +1,4 @@
-"""Arguments: check the types of what users pass to attention, to a step or to ``bind``, before it is used.
+"""Arguments: check what users pass to attention, to a step or to ``bind``, before it is used.
 
 A wrong argument raises an error of one line that names the argument, says what it is for and what was given. ``place``
 is everywhere the name of the public function that was called, for that message.
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MOST_SECONDS = 10_000_000
-"""The longest time limit, a third of a year: torch's stores count milliseconds, so a limit cannot be infinite."""
+"""The most seconds of a time limit that is given as a number, a third of a year.
+
+torch's stores count milliseconds, so a limit cannot be infinite.
+"""
 
 
 def named_kind(x: object) -> str:
-    """Describe a value in a few words for a message: a tensor by its shape, a number or string by itself, other objects
-    by their type.
+    """Describe a value in a few words for a message.
+
+    A tensor is described by its shape, None, a bool, a number or a string by its repr, other objects by their type.
     """
     if isinstance(x, Tensor):
         return f"a tensor of shape {tuple(x.shape)}"
@@ -31,15 +35,17 @@ def named_kind(x: object) -> str:
 
 
 def check_rows(x: object, place: str) -> None:
-    """Raise ValueError unless ``x`` is a tensor with at least one dimension, its rows."""
+    """Raise ValueError unless ``x`` is a tensor with at least one dimension, its rows; ``place`` names the caller."""
     if not isinstance(x, Tensor) or not x.dim():
         way = "; make it one with torch.tensor" if isinstance(x, list | tuple) else ""
         raise ValueError(f"{place} takes a tensor with a row for each token; got {named_kind(x)}{way}")
 
 
 def single(name: str, shape: Sequence[int], rows: int) -> str | None:
-    """Return the expression that takes ``rows`` rows out of a tensor with one superfluous dimension of size 1, such as
-    ``"labels[0]"``; None if the shape is another.
+    """Return the expression that removes a superfluous dimension of size 1 from the tensor ``name``.
+
+    A shape ``(1, rows, ...)`` gives ``"name[0]"``, a shape ``(rows, 1)`` gives ``"name[:, 0]"``, and any other shape
+    None.
     """
     if tuple(shape[:2]) == (1, rows):
         return f"{name}[0]"
@@ -47,8 +53,10 @@ def single(name: str, shape: Sequence[int], rows: int) -> str | None:
 
 
 def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> None:
-    """Raise ValueError unless ``x`` is a tensor with a row for each of the batch's ``tokens`` tokens; ``local`` is how
-    many rows this rank has.
+    """Raise ValueError unless ``x`` is a tensor with a row for each of the batch's ``tokens`` tokens.
+
+    ``name`` is the argument and ``place`` the function that was called. ``local`` is how many rows this rank has: a
+    tensor of that many rows was probably sharded already, and the message says so.
     """
     if not isinstance(x, Tensor) or not x.dim():
         way = f"; pass {_as_stream(name, x)}" if isinstance(x, list | tuple) and x else ""
@@ -65,7 +73,10 @@ def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> N
 
 
 def _as_stream(name: str, x: Sequence[object]) -> str:
-    """Return the expression that makes one stream tensor out of a list of numbers or a list of documents."""
+    """Return the expression that makes one tensor of all tokens out of ``x``, a list of numbers or a list of documents.
+
+    ``name`` is what the expression calls the list.
+    """
     if isinstance(x[0], Tensor) and x[0].dim():
         return f"the documents end to end, torch.cat({name})"
     if isinstance(x[0], list | tuple):
@@ -74,8 +85,9 @@ def _as_stream(name: str, x: Sequence[object]) -> str:
 
 
 def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None:
-    """Raise ValueError unless ``x`` is a tensor of one whole number for each of the batch's ``tokens`` tokens;
-    ``local`` is how many rows this rank has.
+    """Raise ValueError unless ``x`` is a tensor of one integer for each of the batch's ``tokens`` tokens.
+
+    ``name``, ``place`` and ``local`` are those of :func:`check_stream`.
     """
     check_stream(x, name, place, tokens, local)
     assert isinstance(x, Tensor)
@@ -89,13 +101,13 @@ def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None
 
 
 def check_whole_numbers(x: Tensor, name: str, place: str) -> None:
-    """Raise ValueError for a tensor of floats, complex numbers or bools, which cannot be token ids."""
+    """Raise ValueError if the tensor ``x`` holds floats, complex numbers or bools, which cannot be token ids."""
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ValueError(f"{place}: {name} are {x.dtype}, and token ids are whole numbers; pass {name}.long()")
 
 
 def refuse_unsigned(labels: Tensor, place: str) -> None:
-    """Raise ValueError for labels in an unsigned dtype, in which the mark of tokens without a label wraps around."""
+    """Raise ValueError for labels of an unsigned dtype, which cannot hold -100, the mark of tokens without a label."""
     if labels.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
         raise ValueError(
             f"{place}: labels are {labels.dtype}, which holds no negative mark such as -100 for tokens without a "
@@ -104,20 +116,21 @@ def refuse_unsigned(labels: Tensor, place: str) -> None:
 
 
 def check_whole(name: str, x: object) -> None:
-    """Raise ValueError unless ``x`` is an int (and not a bool)."""
+    """Raise ValueError unless ``x``, given as the keyword ``name``, is an int (and not a bool)."""
     if not isinstance(x, int) or isinstance(x, bool):
         raise ValueError(f"{name}= is a whole number; got {named_kind(x)}")
 
 
 def check_number(name: str, x: object) -> None:
-    """Raise ValueError unless ``x`` is an int or a float."""
+    """Raise ValueError unless ``x``, given as the keyword ``name``, is an int, a float or a bool."""
     if not isinstance(x, int | float):
         raise ValueError(f"{name}= is a number; got {named_kind(x)}")
 
 
 def check_tensors(given: Mapping[str, object], sinks: object = None) -> None:
-    """Raise ValueError unless the tensors of an attention call, by name, have at least two dimensions and non-empty
-    rows, and ``sinks`` is a tensor or None.
+    """Raise ValueError unless the tensors ``given``, by name, have two or more dimensions, and a last one above 0.
+
+    ``sinks`` must be a tensor or None.
     """
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] == 0:
@@ -141,8 +154,10 @@ KEYWORDS_OF_OTHERS = {
 
 
 def refuse_keywords(given: Mapping[str, object]) -> None:
-    """Raise TypeError for keywords that attention does not take, as Python does; for keywords of other libraries the
-    message names flexcp's equivalent.
+    """Raise TypeError for the first of the keywords ``given``, none of which attention takes, as Python does.
+
+    For a keyword of PyTorch's or FlashAttention's functions, the message names flexcp's equivalent. Without keywords
+    nothing happens.
     """
     for name in given:
         way = f": {KEYWORDS_OF_OTHERS[name]}" if name in KEYWORDS_OF_OTHERS else ""
@@ -150,7 +165,10 @@ def refuse_keywords(given: Mapping[str, object]) -> None:
 
 
 def check_running(kernel: object, deterministic: object, sm_margin: object, return_lse: object = False) -> None:
-    """Raise ValueError for arguments of the wrong type among those that choose a kernel and how it runs."""
+    """Raise ValueError if ``kernel``, ``deterministic``, ``sm_margin`` or ``return_lse`` has a wrong type.
+
+    Also raise if ``sm_margin``, how many multiprocessors a kernel leaves free, is below 0.
+    """
     if kernel is not None and not isinstance(kernel, str):
         raise ValueError(f"kernel= is the name of a kernel, or None to let flexcp choose; got {named_kind(kernel)}")
     for name, x in (("deterministic", deterministic), ("return_lse", return_lse)):
@@ -163,8 +181,10 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
 
 
 def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
-    """Raise ValueError for tensors on different devices, sinks of a wrong shape, and a scale or softcap that is not a
-    finite number above 0.
+    """Raise ValueError for tensors that are not on q's device, sinks of a wrong shape, and a wrong scale or softcap.
+
+    ``others`` are the other tensors of the call by name, ``"sinks"`` among them if the call has sinks. ``scale`` and
+    ``softcap`` must be None or a finite number above 0.
     """
     for name, x in others.items():
         if x is not None and x.device != q.device:
@@ -188,8 +208,9 @@ def attention_scale(q: Tensor, scale: float | None) -> float:
 
 
 def is_mean(x: Tensor) -> bool:
-    """Return whether the last operation that made ``x`` was a mean: ``mean()``, or a torch loss with
-    ``reduction="mean"``.
+    """Return whether the last operation that made ``x`` was a mean.
+
+    That is ``mean()`` over all elements, or a torch loss with ``reduction="mean"``.
     """
     # These names are internal to torch; if a release changes them, only this check is lost.
     return type(x.grad_fn).__name__ == "MeanBackward0" or getattr(x.grad_fn, "_saved_reduction", None) == 1
@@ -204,7 +225,10 @@ def device_of(given: torch.device | str) -> torch.device:
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.ProcessGroup:
-    """Return the process group that a user passed to ``place``, as a group or as one axis of a DeviceMesh."""
+    """Return the process group that a user passed to ``place``, as a group or as one axis of a DeviceMesh.
+
+    Raise ValueError for anything else, for a mesh with several axes, and on a rank that is not in the group.
+    """
     if isinstance(group, dist.ProcessGroup):
         return group
     given: object = group
@@ -230,7 +254,10 @@ def ranks_of_run() -> int:
 
 
 def time_limit(timeout: timedelta | float) -> timedelta:
-    """Return a time limit given in seconds or as a timedelta; raise ValueError if it is not above 0."""
+    """Return a time limit given in seconds or as a timedelta.
+
+    Raise ValueError if it is not above 0, or if it is a number above :data:`MOST_SECONDS`.
+    """
     found: object = timeout
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout <= MOST_SECONDS:
         found = timedelta(seconds=timeout)

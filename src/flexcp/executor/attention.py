@@ -68,20 +68,21 @@ def attention(
 
     The rows must be those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=``
     places tokens freely, and rows that a training loop cut by itself cannot be told from them if their number is the
-    same: plan with ``layout="contiguous"`` for such loops. The call warns if the step's rows were never asked for. In
-    both cases the whole stream must be the same on every rank, positions (for RoPE) come from ``step.positions``, and
-    labels are shifted before they are cut: ``step.labels(tokens)``.
+    same: plan with ``layout="contiguous"`` for such loops. The call warns if the step's rows were never asked for. With
+    or without ``layout=``, the whole stream must be the same on every rank, positions (for RoPE) come from
+    ``step.positions``, and labels are shifted before they are cut: ``step.labels(tokens)``.
 
     ``mask`` names one of the plan's masks, if it has several. Instead, ``window`` gives the number of keys that a query
     of this layer sees, itself included, or 0 for a layer without a window; a plan without such a mask raises
     ValueError. ``scale`` defaults to ``head_dim ** -0.5``. ``softcap`` bounds logits by
     ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head, which takes part in the
-    softmax but has no value; its gradient, like that of any parameter, is this rank's share.
+    softmax but has no value; its gradient, like that of any parameter, is this rank's share. ``dropout`` other than 0
+    and a ``bias`` raise NotImplementedError.
 
     ``kernel`` overrides the choice of :func:`flexcp.executor.kernels.choose.choose_kernel`; ``step.kernels`` says which
     kernel ran and why. ``deterministic`` makes gradients bitwise the same in every run. On a GPU the kernels leave some
-    multiprocessors to transfers, as many as the plan says for each slot; ``sm_margin`` sets one number for all slots
-    instead.
+    multiprocessors to transfers, as many as the plan says for each slot (one part of a pass, computed while messages
+    travel); ``sm_margin`` sets one number for all slots instead.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -104,13 +105,13 @@ def attention(
 
 
 class Layer(NamedTuple):
-    """Which of the plan's masks a layer uses, by its name or by its window."""
+    """Which of the plan's masks a layer uses: by its name, by its window, or the only one if both are None."""
 
     mask: str | None
     window: int | None
 
     def number(self, step: Step) -> int:
-        """Return the index of that mask in the plan's batch."""
+        """Return the index of this layer's mask in ``step.plan.batch.masks``; raise ValueError if none fits."""
         return mask_number(step.plan.batch, self.mask, self.window)
 
 
@@ -143,7 +144,7 @@ def _attend_keeping_nothing(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[
 def _gradients(
     back: Gradients, x: Inputs, made: Results, kept: Kept, numbers: Numbers, layer: Layer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward and return dq, dk, dv and dsinks (empty without sinks)."""
+    """Run the backward and return dq, dk, dv and dsinks, the gradient of the sinks (empty without sinks)."""
     q, k, v, sinks, handle = x
     step = step_of(handle)
     step.losses.note_backward()
@@ -165,7 +166,7 @@ def _gradients(
 def _gradients_without_keys(
     back: Gradients, x: Inputs, made: Results, numbers: Numbers, layer: Layer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward of a plan that kept no keys from the forward."""
+    """Run the backward of a plan that kept no keys from the forward; the results are those of :func:`_gradients`."""
     return _gradients(back, x, made, Kept(made.out.new_empty(0)), numbers, layer)
 
 
@@ -178,14 +179,20 @@ _keep = register_attention(
 
 
 def _runtime(step: Step, q: Tensor, numbers: Numbers, mask: int, backward: bool) -> Runtime:
-    """Open the exchange of the next pass, and return what the pass runs with."""
+    """Open the exchange of the step's next pass, and return what the pass runs with.
+
+    ``mask`` is the index of the pass's mask in the plan's batch.
+    """
     exchange = step.open_exchange(mask, backward, q.device)
     watch = None if step.telemetry is None else step.telemetry.watch(step, mask, backward, q.device)
     return Runtime(step.plan.shape, types_of(q), numbers.settings, exchange, step.arena, watch, numbers.sm_margin)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
-    """Raise ValueError unless q, k and v have the shapes and the dtype of the step's plan."""
+    """Raise ValueError unless q, k and v have the shapes and the dtype of the step's plan.
+
+    A plan for latents (multi-latent attention) raises too.
+    """
     shape = step.plan.shape
     if shape.latent is not None:
         raise ValueError(
@@ -209,7 +216,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
 
 
 def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
-    """Return the advice for tensors whose dtype is not the plan's."""
+    """Return the advice for tensors whose dtype is not ``planned``, the plan's."""
     if q.dtype == k.dtype == v.dtype:
         return f'plan with Planner(dtype="{str(q.dtype).removeprefix("torch.")}")'
     return (
@@ -219,8 +226,10 @@ def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
 
 
 def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> str:
-    """Return the advice for a tensor of the wrong shape by its likely cause, or "": another axis order, another number
-    of heads, or rows that were not cut by the plan.
+    """Return advice for the tensor ``name`` of the wrong shape by its likely cause, or "" if none is likely.
+
+    Causes are another axis order, another number of heads, or rows that were not cut by the plan. ``size`` is the right
+    shape.
     """
     if tuple(x.shape) == (1, *size):
         return f"; pass {name}[0]"

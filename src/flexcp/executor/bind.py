@@ -1,5 +1,6 @@
-"""Bind: make a :class:`flexcp.Step` from a plan and this rank of a process group, after checking that all ranks hold
-the same plan.
+"""Bind: make a :class:`flexcp.Step` from a plan and this rank of a process group.
+
+Before that, the ranks check that all of them hold the same plan.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT = timedelta(seconds=120)
+"""How long a rank waits for the others, unless ``bind`` is told otherwise."""
 
 
 def bind(
@@ -42,16 +44,19 @@ def bind(
     """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or None for one rank.
 
     Every rank of the group calls this with the same plan. The ranks compare the plan's hash and their versions of
-    flexcp through the group's store; if they differ, all ranks raise within ``timeout`` (seconds or timedelta). A plan
-    whose cluster puts ranks of different hosts on one node raises ValueError. A plan that puts ranks of one host on
+    flexcp through the group's store; if they differ, all ranks raise RuntimeError within ``timeout`` (seconds or
+    timedelta), which is also the time limit of the step's exchanges. A plan whose cluster puts ranks of different hosts
+    on one node, or that is for another number of ranks, raises ValueError. A plan that puts ranks of one host on
     different nodes is allowed, so that one machine can stand for several. ``telemetry``, a :class:`flexcp.Telemetry`,
-    records what the step does. ``arena`` is the arena of an earlier step, whose memory is then used again.
+    records what the step does. ``arena`` is the arena of an earlier step, ``step.arena``, whose memory is then used
+    again.
 
-    The plan says how messages are issued. ``rounds_per_call`` overrides that in every stage: that many conflict-free
-    rounds are posted at a time, in chunks of at most ``chunk_bytes``; with 0 all messages of a stage are posted at once
-    (docs/communication.md). ``progress(done, all)`` is called with the number of connected peers while NCCL connects
-    them; by default progress is shown on a terminal. ``recipe`` is what this rank derives from the plan, made ahead of
-    time by the loader's planner processes; without it the step derives the same on first use.
+    The plan says how messages are issued. ``rounds_per_call`` overrides that in every stage, and must be the same on
+    all ranks: that many conflict-free rounds are posted at a time, in chunks of at most ``chunk_bytes``; with 0 all
+    messages of a stage are posted at once (docs/communication.md). ``progress(done, all)`` is called with the number of
+    connected peers while NCCL connects them; by default progress is shown on a terminal. ``recipe`` is what this rank
+    derives from the plan, made ahead of time by the loader's planner processes; without it the step derives the same on
+    first use.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
     _check_bind(plan, telemetry, arena)
@@ -63,7 +68,7 @@ def bind(
 
 
 def _check_bind(plan: object, telemetry: object, arena: object) -> None:
-    """Raise ValueError for arguments of the wrong type."""
+    """Raise ValueError unless the arguments are a plan, a :class:`flexcp.Telemetry` or None, and an arena or None."""
     if not isinstance(plan, Plan):
         raise ValueError(f"bind takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
     if telemetry is not None and not hasattr(telemetry, "binding"):
@@ -80,7 +85,11 @@ def _bound(
     progress: Progress | None,
     recipe: RankRecipe | None,
 ) -> Step:
-    """Agree with the other ranks on the plan, connect to this rank's peers (NCCL), and make the step."""
+    """Agree with the other ranks on the plan, connect to this rank's peers (NCCL only), and make the step.
+
+    ``limit`` is the time limit, ``calls`` the user's settings of how messages are posted. Raise ValueError if the plan
+    is for another number of ranks than the group has.
+    """
     ahead = NOTHING if recipe is None else recipe.calls
     if group is None:
         if plan.ranks != 1:
@@ -111,7 +120,7 @@ def _bound(
 
 
 def _check_recipe(recipe: RankRecipe | None, plan: Plan, rank: int) -> None:
-    """Raise ValueError for the recipe of another plan or rank."""
+    """Raise ValueError if the recipe was made from another plan, or for another rank."""
     if recipe is not None and (recipe.plan_hash, recipe.rank) != (plan.hash, rank):
         raise ValueError(
             f"recipe= is of rank {recipe.rank} and plan {recipe.plan_hash[:12]}, but this is rank {rank} and plan "

@@ -1,5 +1,4 @@
-"""Fastest kernel: choose an attention kernel by timing, instead of by the rules of
-:mod:`flexcp.executor.kernels.choose`.
+"""Fastest kernel: choose a kernel by timing, instead of by the rules of :mod:`flexcp.executor.kernels.choose`.
 
     print(fastest_kernel("cuda", torch.bfloat16, heads=32, kv_heads=8, head_dim=128))
 
@@ -41,9 +40,12 @@ def fastest_kernel(
     slices: Ints | None = None,
     repeats: int = 10,
 ) -> Choice:
-    """Time all kernels that can run these sizes and return the one whose forward and backward together take least time.
+    """Time all kernels that can run these sizes and return the one whose forward and backward together are fastest.
 
-    ``slices`` is the work to time, an array ``[slices, 6]``; by default one causal document of 8,192 tokens.
+    The reason in the result lists the milliseconds of all. ``v_head_dim`` is the head size of values, by default
+    ``head_dim``. ``slices`` is the work to time, a NumPy array ``[slices, 6]`` such as
+    ``flexcp.causal().slices(8192)``, which is the default: one causal document of 8,192 tokens. Each direction is timed
+    ``repeats`` times, and the median counts. On a GPU the plain-torch kernels are left out.
     """
     times = kernel_times(
         device,
@@ -70,7 +72,11 @@ def kernel_times(
     slices: Ints,
     repeats: int,
 ) -> dict[str, tuple[float, float]]:
-    """Return the median milliseconds (forward, backward) of every kernel that can run these sizes, by kernel name."""
+    """Return the median milliseconds (forward, backward) of every kernel that can run these sizes, by kernel name.
+
+    ``slices`` is the work to time, ``[slices, 6]``, and ``repeats`` how often each direction is timed. On a GPU the
+    kernels of :data:`SLOW` are left out.
+    """
     device = torch.device(device)
     sizes = (heads, kv_heads, head_dim, v_head_dim)
     queries, keys = int(slices[:, Q1].max()), int(slices[:, K1].max())

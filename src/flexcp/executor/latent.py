@@ -1,5 +1,6 @@
-"""Latent: multi-latent attention over ranks. Keys and values travel as one narrow row per token, the *latent*, and are
-expanded on the rank that reads them.
+"""Latent: multi-latent attention over ranks.
+
+Keys and values travel as one narrow row per token, the *latent*, and are expanded on the rank that reads them.
 
 Multi-latent attention makes the keys and values of all heads from one latent of, say, 576 numbers, while the expanded
 heads have tens of thousands. A plan made with ``Planner(..., kv_heads=1, latent=576)`` counts the latent's bytes for
@@ -41,6 +42,7 @@ from flexcp.executor.run.pass_recipe import covers
 from flexcp.executor.step import Step, check_bound
 
 Expand = Callable[..., tuple[Tensor, Tensor]]
+"""The user's ``expand(latent, *weights)``, which returns k and v."""
 
 
 def latent_attention(
@@ -55,13 +57,17 @@ def latent_attention(
     softcap: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Compute multi-latent attention of the whole batch and return this rank's rows,
-    ``[local tokens, heads, v_head_dim]``.
+    """Compute multi-latent attention of the whole batch and return this rank's rows.
 
-    ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` is ``[local tokens, width]``; the latent includes every
-    part of the keys that all heads share, such as the rotated part. ``expand(latent, *weights)`` makes ``k`` and ``v``,
-    both ``[rows, heads, ...]``, from any number of rows; it must treat each row by itself and use nothing but its
-    arguments. Gradients reach ``q``, ``latent`` and ``weights``; those of ``weights`` are this rank's share.
+    The result is ``[local tokens, heads, v_head_dim]``. ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` is
+    ``[local tokens, width]``; the latent includes every part of the keys that all heads share, such as the rotated
+    part. ``expand(latent, *weights)`` makes ``k`` and ``v``, both ``[rows, heads, ...]``, from any number of rows; it
+    must treat each row by itself and use nothing but its arguments. Gradients reach ``q``, ``latent`` and ``weights``;
+    those of ``weights`` are this rank's share, to be summed over ranks.
+
+    The plan must be made with ``Planner(kv_heads=1, latent=width)``; other plans raise ValueError, and plans that move
+    queries or split heads NotImplementedError. ``mask``, ``scale``, ``softcap`` and ``kernel`` are those of
+    :func:`flexcp.attention`.
     """
     check_bound(step)
     check_tensors({"q": q, "latent": latent})
@@ -79,7 +85,7 @@ def latent_attention(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of one call that are not tensors."""
+    """The arguments of one call that are not tensors; ``mask`` is the index of the mask in the plan's batch."""
 
     expand: Expand
     step: Step
@@ -139,8 +145,10 @@ class _LatentAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LatentMessages:
-    """The exchange of one pass and the form of its messages: rows of ``width`` numbers, final rows in ``dtype`` and
-    partial sums in the accumulator dtype ``wide``.
+    """The exchange of one pass, and the form of its messages.
+
+    A message consists of rows of ``width`` numbers: final rows in the dtype ``dtype``, and partial sums of gradients in
+    the accumulator dtype ``wide``.
     """
 
     exchange: Exchange
@@ -149,7 +157,10 @@ class LatentMessages:
     wide: torch.dtype
 
     def exchanged(self, number: int, stage: Stage, arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run one stage: send rows of ``arena``, then yield (arena rows, values received for them) in a fixed order."""
+        """Run one stage: send rows of ``arena``, then yield (arena rows, values received for them) in a fixed order.
+
+        ``number`` is the number of the stage in the exchange. The arena is not changed here.
+        """
         leaving, arriving = (
             Buffers.alone(list(_sizes(blocks, self.width, self.dtype, self.wide).items()), arena.device)
             for blocks in (stage.sends, stage.receives)
@@ -162,8 +173,9 @@ class LatentMessages:
             yield rows, part.to(arena.dtype)
 
     def _parts(self, buffers: Buffers, blocks: tuple[RowBlock, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each block its arena rows and its part of the peer's message. Wide blocks come first in a message,
-        so every part is aligned.
+        """Yield for each block its arena rows, and its part of the peer's message as a view ``[rows, width]``.
+
+        Blocks in the wide dtype come first in a message, so every part is aligned.
         """
         left = dict(buffers.messages)
         for peer, rows, partial in blocks:
@@ -174,7 +186,7 @@ class LatentMessages:
 
 
 def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward: bool) -> LatentMessages:
-    """Open the exchange of this step's next pass."""
+    """Open the exchange of the step's next pass, forward or backward, with the messages of ``program``."""
     form = (latent.shape[1], latent.dtype, types_of(latent).accumulator)
     stages = program.backward + program.home if backward else program.forward
     calls = tuple(_calls(stage, *form) for stage in stages)
@@ -182,7 +194,7 @@ def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward:
 
 
 def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
-    """Return the only call of a stage, or none if nothing moves in it."""
+    """Return the only call of a stage, or none if nothing moves in it; ``form`` is (width, dtype, wide dtype)."""
     receives, sends = (
         tuple(MessageRange(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
         for blocks in (stage.receives, stage.sends)
@@ -191,7 +203,7 @@ def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
 
 
 def _sizes(blocks: tuple[RowBlock, ...], width: int, dtype: torch.dtype, wide: torch.dtype) -> Counter[int]:
-    """Return the bytes of the message to or from each peer, by peer."""
+    """Return the bytes of the message to or from each peer, by peer; partial sums travel in the dtype ``wide``."""
     found: Counter[int] = Counter()
     for peer, rows, partial in blocks:
         found[peer] += len(rows) * width * (wide if partial else dtype).itemsize
@@ -201,8 +213,9 @@ def _sizes(blocks: tuple[RowBlock, ...], width: int, dtype: torch.dtype, wide: t
 def _fetched(
     latent: Tensor, stages: tuple[Stage, ...], program: LatentProgram, step: Step, messages: LatentMessages
 ) -> Tensor:
-    """Return the arena ``[program.rows, width]``, filled with own and received latents, and forward those that this
-    rank relays.
+    """Return the arena ``[program.rows, width]``, filled with this rank's own latents and those that it received.
+
+    Latents that this rank relays are sent on in later stages.
     """
     arena = latent.new_zeros((program.rows, latent.shape[1]))
     arena[uploaded(program.own, latent.device)] = step.in_stream_order(latent)
@@ -213,7 +226,10 @@ def _fetched(
 
 
 def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages, dtype: torch.dtype) -> Tensor:
-    """Send and sum gradients of latents by the plan, and return those of this rank's own latents, in stream order."""
+    """Send and sum gradients of latents by the plan, and return those of this rank's own latents, in stream order.
+
+    ``gradient`` has a row for each row of the arena, and is changed in place.
+    """
     for number, stage in enumerate(program.home, len(program.backward)):
         for rows, message in messages.exchanged(number, stage, gradient):
             gradient[rows] += message
@@ -224,7 +240,7 @@ def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages
 
 
 def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the k and v that ``expand`` makes of the arena, after a check of their shapes."""
+    """Return the k and v that ``expand`` makes of the arena's latents; raise ValueError if their shapes are wrong."""
     k, v = expand(arena, *weights)
     if k.dim() != 3 or v.dim() != 3 or len(k) != len(arena) or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -235,7 +251,7 @@ def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tenso
 
 
 def _check(q: Tensor, latent: Tensor, step: Step) -> None:
-    """Raise ValueError unless q and the latent have the shapes and the dtype of the step's plan."""
+    """Raise ValueError unless the plan is one for latents, and q and the latent have its shapes and dtype."""
     shape = step.plan.shape
     if shape.latent is None:
         raise ValueError(

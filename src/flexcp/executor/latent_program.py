@@ -21,17 +21,20 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 PLANS = 32
-"""Programs that :func:`make_latent_program` remembers."""
+"""How many programs :func:`make_latent_program` keeps in its cache."""
 
 RowBlock = tuple[int, Ints, bool]
 """(peer, rows of the arena, whether they are partial sums, which travel in the accumulator dtype)."""
 PeerRows = dict[tuple[int, bool], list[Ints]]
-"""Rows of the arena, by (peer, partial)."""
+"""Rows of the arena, in pieces, by (peer, whether they are partial sums)."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Rows that a rank sends and receives in one stage, in the order of each peer's message: partial rows first."""
+    """The rows that a rank sends and receives in one stage, a :data:`RowBlock` for each part of a message.
+
+    Blocks are sorted by peer; of one peer, partial sums come first.
+    """
 
     sends: tuple[RowBlock, ...] = ()
     receives: tuple[RowBlock, ...] = ()
@@ -39,12 +42,13 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class LatentProgram:
-    """What one rank does under one mask.
+    """What one rank does under one mask (``mask`` is its index in the plan's batch).
 
-    The arena has ``rows`` rows, and ``own`` are those of the rank's own tokens. ``forward`` and ``backward`` are the
-    stages that bring latents, ``home`` those that send their gradients back. ``slices`` is the work, over own query
-    rows and arena rows. Stages are numbered as in the plan, so that ranks agree on them; a stage in which this rank
-    neither sends nor receives is empty.
+    The arena, the tensor of all latents that the rank reads, has ``rows`` rows, and ``own`` are those of the rank's own
+    tokens. ``forward`` and ``backward`` are the stages that bring latents in these two directions, ``home`` the stages
+    of the backward that send gradients of latents back. ``keys_kept`` says that the arena of the forward is kept for
+    the backward. ``slices`` is the work ``[slices, 6]``, over own query rows and arena rows. Stages are numbered as in
+    the plan, so that ranks agree on them; a stage in which this rank neither sends nor receives is empty.
     """
 
     mask: int
@@ -59,7 +63,10 @@ class LatentProgram:
 
 @lru_cache(maxsize=PLANS)
 def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
-    """Return the program of one rank under one mask; results are cached."""
+    """Return the program of one rank under the mask of index ``mask``; results are cached.
+
+    Raise NotImplementedError if the plan moves queries or splits heads.
+    """
     kept = [np.sort(local_stream(plan.placement, r)) for r in range(plan.ranks)]
     programs = plan.programs[mask]
     forward, backward = (program.transfers for program in programs)
@@ -97,13 +104,17 @@ def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
 
 
 def _blocks(pieces: PeerRows) -> tuple[RowBlock, ...]:
-    """Return the blocks of one side of a stage, sorted by peer, with partial rows first."""
+    """Turn rows by (peer, partial) into blocks, sorted by peer, with the partial sums of each peer first."""
     order = sorted(pieces, key=lambda key: (key[0], not key[1]))
     return tuple((peer, np.concatenate(pieces[peer, partial]), partial) for peer, partial in order)
 
 
 def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
-    """Return this rank's regions as slices: queries are numbered by own rows, keys by arena rows."""
+    """Return the work of this rank as slices ``[slices, 6]``: queries are numbered by own rows, keys by arena rows.
+
+    ``own`` and ``arena`` are the stream tokens of these rows, ascending. Raise NotImplementedError if the plan splits
+    heads.
+    """
     batch, regions = plan.batch, plan.placement.regions[mask]
     regions = regions.take(regions.rank == rank)
     if len(regions) and (regions.h0.any() or (regions.h1 != plan.shape.heads).any()):
@@ -126,7 +137,10 @@ def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
 
 
 def _stretches(tokens: Ints) -> tuple[Ints, Ints, Ints]:
-    """Split ascending tokens into runs of consecutive ones: (first token, one past the last, row of the first)."""
+    """Split ascending tokens into runs of consecutive ones: (first token, one past the last, index of the first).
+
+    ``[3, 4, 7]`` gives ``([3, 7], [5, 8], [0, 2])``.
+    """
     breaks = np.flatnonzero(np.diff(tokens) != 1) + 1
     first = np.concatenate([np.zeros(min(1, len(tokens)), np.int64), breaks])
     last = np.concatenate([breaks, np.full(min(1, len(tokens)), len(tokens), np.int64)])

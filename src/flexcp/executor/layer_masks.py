@@ -16,7 +16,11 @@ from flexcp.masks.tree import NAME as TREE
 
 
 def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
-    """Return the index in ``batch.masks`` of the mask with this name or window; without either, of the only mask."""
+    """Return the index in ``batch.masks`` of the mask with this name or window; without either, of the only mask.
+
+    ``window`` is the number of keys that a query sees, itself included, or 0 for a layer without a window. Raise
+    ValueError if no mask, or more than one, is meant, or if both name and window are given.
+    """
     if window is None:
         if name is None and len(batch.masks) > 1:
             raise ValueError(
@@ -39,8 +43,9 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
 
 
 def checked_name(name: str | None) -> str | None:
-    """Return ``name``, and raise ValueError if it is not a string or None: a call selects one of the plan's masks by
-    name and cannot pass a mask of its own.
+    """Return ``name``, or raise ValueError if it is neither a string nor None.
+
+    A call selects one of the plan's masks by name, and cannot pass a mask of its own.
     """
     if name is not None and not isinstance(name, str):
         raise ValueError(f"mask= is the name of one of the plan's masks, as masks={{...}} gave it; got {name!r}")
@@ -48,8 +53,10 @@ def checked_name(name: str | None) -> str | None:
 
 
 def passable(window: int | None) -> int | None:
-    """Return a layer's window, limited to what an integer argument of a torch operator can hold: configurations write
-    huge numbers for "no limit".
+    """Return a layer's window, limited to what an integer argument of a torch operator can hold.
+
+    Configurations write huge numbers for "no limit". Raise ValueError unless the window is None or an int of at least
+    0.
     """
     if window is not None and (not isinstance(window, int) or window < 0):
         raise ValueError(f"window= is how many keys a query sees, itself included, or 0 for all; got {window!r}")
@@ -57,8 +64,10 @@ def passable(window: int | None) -> int | None:
 
 
 def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
-    """Return whether a mask fits a layer with this window. A layer without a window (0) takes any mask that is not
-    itself a window.
+    """Return whether ``mask`` fits a layer with this window.
+
+    Every document must have that window. A layer without a window (0) takes a mask if at least one document has a rule
+    that hides no distant keys. A plan's only mask also fits if it is causal and no document is longer than the window.
     """
     if window == 0:
         return not all(_is_window(rule) for rule in mask.rules)
@@ -72,7 +81,7 @@ def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
 
 
 def _is_window(rule: Mask) -> bool:
-    """Return whether a mask hides distant keys, as windows and chunks do."""
+    """Return whether the mask of a document hides distant keys, as windows, chunks and trees with a window do."""
     if rule.name == TREE:
         return _left_of_tree(rule) is not None
     return rule.name == "chunked" or (rule.name == "window" and rule != causal())

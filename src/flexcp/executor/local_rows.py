@@ -30,8 +30,9 @@ MARKS = (DEFAULT_IGNORE, -1)
 
 
 def shard(full: Tensor, indices: Tensor, pad: float | int | None) -> Tensor:
-    """Return rows ``indices`` of a stream tensor, on its device; an index of -1 gives a row of ``pad``, or of
-    :func:`_usual_pad` if that is None.
+    """Return rows ``indices`` of a stream tensor, on its device; for an index of -1 (a pad), a row filled with ``pad``.
+
+    If ``pad`` is None, it is that of :func:`_usual_pad`. ``indices`` are on the CPU.
     """
     local = full[uploaded(indices.clamp(min=0).numpy(), full.device)]
     missing = indices < 0
@@ -41,8 +42,10 @@ def shard(full: Tensor, indices: Tensor, pad: float | int | None) -> Tensor:
 
 
 def _usual_pad(full: Tensor) -> Tensor | int:
-    """Return what pads of a stream get by default: the mark of rows without a label if integers hold one, as labels do,
-    else 0. The host does not wait for a device.
+    """Return what pads of a stream get by default: a mark of tokens without a label if the stream holds it, else 0.
+
+    The marks are -100 and -1, in this order, and only tensors of signed integers are searched. The host does not wait
+    for a device.
     """
     if full.is_floating_point() or full.is_complex() or not full.dtype.is_signed:
         return 0
@@ -53,7 +56,7 @@ def _usual_pad(full: Tensor) -> Tensor | int:
 
 
 def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Tensor:
-    """Return the rows of all ranks in stream order, without pads, on every rank."""
+    """Return the rows of all ranks in stream order, without pads, on every rank. Differentiable."""
     everyone = all_gathered(local, placement.tokens.tolist(), collectives, "step.gather")
     source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
     order = np.argsort(source, kind="stable")[: placement.batch.tokens]
@@ -61,16 +64,20 @@ def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Ten
 
 
 def all_gathered(local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:
-    """Return the rows of all ranks, one rank after the other, on every rank; ``counts`` is the number of rows of each.
-    The backward sums the gradients of all ranks.
+    """Return the rows of all ranks, one rank after the other, on every rank.
+
+    ``counts`` is the number of rows of each rank; ``place`` names the call in errors. The backward sums the gradients
+    of all ranks.
     """
     found: Tensor = _AllGather.apply(local, counts, collectives, place)
     return found
 
 
 def roll(local: Tensor, placement: Placement, collectives: Collectives, shift: int, fill: float | int) -> Tensor:
-    """Shift the stream by ``shift`` tokens inside each document: the result has, in the row of stream token t, the row
-    of token ``t - shift``, or ``fill`` where that token is in another document.
+    """Shift rows by ``shift`` tokens inside each document, across ranks. Differentiable.
+
+    The row of stream token t gets the row of token ``t - shift``, or ``fill`` if that token is not in the same
+    document. Pads get ``fill`` too.
     """
     batch = placement.batch
     wanted = []
@@ -94,8 +101,10 @@ def relayout(
     back: bool,
     place: str = "step.relayout",
 ) -> Tensor:
-    """Move rows from the plan's layout to the layout ``maps`` (for each rank, its stream tokens in order), or with
-    ``back`` from that layout to the plan's. Pads become zero.
+    """Move rows from the plan's layout to the layout ``maps``, or with ``back`` from that layout to the plan's.
+
+    ``maps`` has for each rank its stream tokens in order. Pads of the plan are dropped, and with ``back`` their rows
+    are zero. ``place`` names the call in errors. Differentiable.
     """
     here = [local_stream(placement, r) for r in range(placement.ranks)]
     there = [np.asarray(index, np.int64) for index in maps]
@@ -107,15 +116,16 @@ def relayout(
 
 
 def _filled(x: Tensor, rows: NDArray[np.bool_], value: Tensor | float | int) -> Tensor:
-    """Return ``x`` with the marked rows set to ``value``."""
+    """Return ``x`` with the rows where ``rows`` is True set to ``value``."""
     marked = uploaded(rows, x.device).view((-1,) + (1,) * (x.dim() - 1))
     fill = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
     return torch.where(marked, fill, x)
 
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
-    """Return the labels of the whole stream, int64: for each token the next one of its document, and ``ignore`` for the
-    last token of a document.
+    """Return the labels of the whole stream, int64: for each token the next one of its document.
+
+    The last token of a document gets ``ignore``. Raise NotImplementedError if a document branches.
     """
     refuse_branches(batch, "next-token labels know")
     # int64, because tokens of small vocabularies may be bytes, which cannot hold ``ignore``.
@@ -125,7 +135,11 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
 
 
 def refuse_shifted(tokens: Tensor, labels: Tensor, successors: Tensor, ignore: int, who: str) -> None:
-    """Raise ValueError for labels that are already next tokens (``successors``) and that ``who`` would shift again."""
+    """Raise ValueError for labels that are already next tokens (``successors``) and that ``who`` would shift again.
+
+    Tokens whose label or successor is ``ignore`` are left out. Labels that equal the tokens too, as in a stream of one
+    repeated token, are accepted.
+    """
     given = (labels != ignore) & (successors != ignore)
     if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
         raise ValueError(
@@ -135,15 +149,20 @@ def refuse_shifted(tokens: Tensor, labels: Tensor, successors: Tensor, ignore: i
 
 
 def without_pads(labels: Tensor, indices: Tensor, ignore: int) -> Tensor:
-    """Return this rank's labels with ``ignore`` at its pads, which are the rows whose index is negative."""
+    """Return this rank's labels with ``ignore`` at its pads, which are the rows whose index is negative.
+
+    If there are pads, the result is int64.
+    """
     pads = (indices < 0).numpy()
     # int64, because bytes cannot hold ``ignore``.
     return _filled(labels.to(torch.int64), pads, ignore) if pads.any() else labels
 
 
 def token_mean_loss(logits: Tensor, labels: Tensor, collectives: Collectives, ignore: int) -> Tensor:
-    """Return the sum of this rank's cross entropies divided by the valid labels of all ranks. The sum depends on
-    ``logits`` even if no label of this rank is valid, so that its backward always runs.
+    """Return the sum of this rank's cross entropies, divided by the number of valid labels on all ranks.
+
+    Labels are valid if they are not ``ignore``. The sum depends on ``logits`` even if no label of this rank is valid,
+    so that its backward always runs. On a CPU, a label outside of the vocabulary raises ValueError.
     """
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     try:
@@ -155,7 +174,11 @@ def token_mean_loss(logits: Tensor, labels: Tensor, collectives: Collectives, ig
 
 
 def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
-    """Raise ValueError unless logits are ``[tokens, vocabulary]`` and labels ``[tokens]``, in suitable dtypes."""
+    """Raise ValueError unless logits are floats ``[rows, vocabulary]`` and labels int64 ``[rows]``.
+
+    ``tokens`` is how many rows this rank has. Of wrong numbers of rows, only two usual mistakes raise here: both
+    tensors one row short, and the right number of logits with another number of labels. The caller checks the rest.
+    """
     wanted = {"logits": (logits, 2, f"({tokens}, vocabulary)"), "labels": (labels, 1, f"({tokens},)")}
     for name, (x, dims, shape) in wanted.items():
         if not isinstance(x, Tensor):
@@ -179,7 +202,7 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
 
 
 def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
-    """Return the message for the first label outside of the vocabulary."""
+    """Return the message for the first label that is neither ``ignore`` nor an id from 0 to ``vocabulary`` - 1."""
     outside = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore)
     row = int(outside.nonzero()[0])
     label = int(labels[row])
@@ -200,8 +223,9 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
 
 
 def mean_over_ranks(total: Tensor, count: Tensor, collectives: Collectives, place: str) -> Tensor:
-    """Return this rank's share of a mean over all ranks: its sum, divided by the count of all ranks together (at least
-    1).
+    """Return this rank's share of a mean over all ranks: ``total`` divided by the sum of all ranks' ``count``.
+
+    The divisor is at least 1. ``place`` names the call in errors.
     """
     return total / collectives.summed(place, count).clamp(min=1)
 
@@ -211,10 +235,10 @@ SentAndReceived = list[tuple[Tensor, Tensor]]
 
 
 def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> SentAndReceived:
-    """Return for each peer the local rows that ``rank`` sends it, and the rows of the result that come from it.
+    """Return for each rank the local rows that ``rank`` sends it, and the rows of the result that come from it.
 
     ``source`` has for each rank the stream tokens that it holds, ``wanted`` those that it is to get (-1 for none);
-    ``stream`` is the number of stream tokens, pads included.
+    ``stream`` is the number of stream tokens, pads included. Both lists of rows include those that stay on ``rank``.
     """
     owner = np.full(stream, -1)
     place = np.empty(stream, np.int64)
@@ -250,8 +274,9 @@ class _Fetch(torch.autograd.Function):
 def _exchange_rows(
     local: Tensor, rows_by_peer: SentAndReceived, rows: int, collectives: Collectives, place: str
 ) -> Tensor:
-    """Exchange rows as ``rows_by_peer`` says, and return ``rows`` rows: each is the sum of what was received for it,
-    zero if nothing was.
+    """Exchange rows as ``rows_by_peer`` says, and return a tensor of ``rows`` rows.
+
+    Each row is the sum of what was received for it, zero if nothing was. ``place`` names the call in errors.
     """
     out = local.new_zeros((rows, *local.shape[1:]))
     on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in rows_by_peer]

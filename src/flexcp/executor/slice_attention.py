@@ -33,13 +33,14 @@ from flexcp.executor.torch_operators import Gradients, Inputs, Numbers, Results,
 from flexcp.masks import K1, Q1, is_empty, overlapping_pair, shift, trim
 
 REMEMBERED = 64
-"""Work lists in the cache: more than a model has masks, and few enough to drop old batches soon."""
+"""How many work lists are cached: more than a model has masks, and few enough to drop old batches soon."""
 
 
 def packed_slices(lengths: Sequence[int] | Ints, mask: MaskLike) -> Tensor:
     """Return the slices of documents laid end to end, int64 ``[slices, 6]`` on the CPU, for :func:`slice_attention`.
 
-    ``mask`` is one mask for all documents, or a list with one for each.
+    ``mask`` is one mask for all documents, or a list with one for each. The table may end with empty slices, because it
+    has at least two rows.
     """
     return _slices_of(make_batch(lengths, mask))
 
@@ -63,8 +64,10 @@ def slice_attention(
 
     ``q`` is ``[tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size.
     ``mask`` is one mask for documents of the given ``lengths`` (by default one document), a list with a mask for each
-    document, or the tensor that :func:`packed_slices` makes of both, which torch.compile needs. The other arguments and
-    the result are those of :func:`flexcp.attention`.
+    document, a :class:`flexcp.batch.Batch`, whose first mask is used, or the tensor that :func:`packed_slices` makes of
+    masks and lengths, which torch.compile needs. With a batch or a tensor ``lengths`` is not used. ``sm_margin`` is how
+    many multiprocessors the kernel leaves free. The other arguments and the result are those of
+    :func:`flexcp.attention`.
     """
     check_tensors({"q": q, "k": k, "v": v}, sinks)
     check_running(kernel, deterministic, sm_margin, return_lse)
@@ -86,7 +89,7 @@ def slice_attention(
 
 
 def _slices_of(batch: Batch) -> Tensor:
-    """Return the slices of a batch in stream coordinates, int64 ``[slices, 6]``."""
+    """Return the slices of a batch's first mask over the rows of all documents end to end, int64 ``[slices, 6]``."""
     mask = batch.masks[0]
     begin = np.repeat(batch.starts[:-1], np.diff(mask.first))
     table = shift(mask.slices, begin, begin)
@@ -118,7 +121,7 @@ _forward = register_attention(("slice_attention_forward", "slice_attention_backw
 
 
 def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None) -> tuple[Any, Any, bool]:
-    """Return (kernel module, its work list for these slices, whether every query row sees a key)."""
+    """Return (kernel module, its work list for these slices, whether every query row is in a slice)."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     return _work(kernel, slices.numpy().tobytes(), len(q), len(k), sizes, q.dtype, q.device)
 
@@ -133,7 +136,11 @@ def _work(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Any, Any, bool]:
-    """Check the slices and make the work list, as :func:`_work_of` returns it; results are cached."""
+    """Check the slices and make what :func:`_work_of` returns; results are cached.
+
+    ``slices`` is the table's bytes, ``sizes`` (heads, KV heads, head_dim, v_head_dim). Slices outside of the rows, or
+    that share a (query, key) pair, raise ValueError.
+    """
     table = trim(np.frombuffer(slices, np.int64).reshape(-1, 6))
     table = table[~is_empty(table)]
     if len(table) and (table.min(axis=0)[:4].min() < 0 or table[:, Q1].max() > queries or table[:, K1].max() > keys):
@@ -156,7 +163,7 @@ def _work(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None, scale: float | None, softcap: float | None
 ) -> None:
-    """Raise ValueError for tensors whose shapes, dtypes or devices do not fit together."""
+    """Raise ValueError for tensors whose shapes, dtypes or devices do not fit together, or a wrong scale or softcap."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} is [tokens, heads, head size]; got shape {tuple(x.shape)}")

@@ -1,7 +1,8 @@
 """Step: a plan bound to a process group on this rank, made by :mod:`flexcp.executor.bind`.
 
-The step knows which tokens of the stream this rank keeps and in which order, moves per-token tensors in and out of that
-layout, and holds the rank's programs for :func:`flexcp.attention`. It is passed as an argument, never by a global.
+The *stream* is the documents of the batch laid end to end. The step knows which tokens of the stream this rank keeps
+and in which order, moves per-token tensors in and out of that layout, and holds the rank's programs for
+:func:`flexcp.attention`. It is passed as an argument, never by a global.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ from flexcp.plan.user_layouts import user_layout
 class Step:
     """One rank's view of a plan. Make it with :func:`bind` and pass it to :func:`flexcp.attention`.
 
-    The parts for users (everything else is for the executor and may change):
+    The *stream* is the documents of the batch laid end to end. The parts for users (everything else is for the executor
+    and may change):
 
     - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (for RoPE);
     - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
@@ -76,20 +78,21 @@ class Step:
 
     def __init__(self, passes: Passes, recipe: RankRecipe | None = None) -> None:
         self.passes, self.collectives = passes, passes.collectives
-        """Exchanges among the step's ranks outside attention (:mod:`flexcp.executor.exchange.collectives`)."""
+        """``passes`` opens the exchanges of attention, ``collectives`` are exchanges of this step outside attention."""
         self.plan, self.rank = plan, rank = passes.plan, passes.rank
         self.group, self.timeout = self.collectives.group, self.collectives.timeout
         self.local_tokens = int(plan.placement.tokens[rank])
         """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
-        """Bytes that this rank has sent to each rank so far."""
+        """Bytes that attention on this rank has sent to each rank so far, by direction."""
         self.telemetry: Watcher | None = None
         """The telemetry that watches this step, or None (:mod:`flexcp.telemetry`)."""
         self.handle = new_handle(self)
         """This step as a tensor, for operators (:mod:`flexcp.executor.step_handles`)."""
         self.calls = 0
-        """Attention calls of this step so far, including recomputed ones. If it is 0 after a model's forward, the model
-        does not use flexcp.
+        """How many attention calls this step ran so far, including recomputed ones.
+
+        If it is 0 after a model's forward, the model does not use flexcp.
         """
         self.losses = LossWatch(plan.placement, self.group)
         """What is known about the division of the step's losses and the reduction of its gradients."""
@@ -98,7 +101,7 @@ class Step:
         self.asked_for_rows = False
         """Whether the step was asked for its rows, or the loader or a framework provided them (:meth:`note_call`)."""
         self.ignore = local_rows.DEFAULT_IGNORE
-        """The label of rows without a label, where a call gives none: that of the loader's samples, else -100."""
+        """The default of ``ignore=``, the label of rows without a label: that of the loader's samples, else -100."""
         self.seen = SeenTokens()
         """The streams of integers that the step saw (:mod:`flexcp.executor.losses.copied_labels`)."""
         self.arena = Arena()
@@ -106,7 +109,7 @@ class Step:
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
         """Whether the plan keeps received keys for the backward, for any of its masks."""
         self.kernels: dict[str, str] = {}
-        """The kernels that this step ran, and why each was chosen."""
+        """The names of the kernels that were chosen for this step, with the reason for each choice."""
         self._recipe = recipe
         self._pass_recipes: dict[tuple[int, bool], PassRecipe] = {} if recipe is None else dict(recipe.passes)
         self._prepared: dict[tuple[int, bool, str, Types], Prepared] = {}
@@ -128,17 +131,21 @@ class Step:
 
     @property
     def indices(self) -> Tensor:
-        """The stream token of each local row, int64; -1 for a pad."""
+        """The stream token of each local row, int64 on the CPU; -1 for a pad.
+
+        Reading it tells the step that the user took rows by it, which ends the warning about rows that nobody asked
+        for.
+        """
         self.asked_for_rows = True
         self.seen.indexed()
         return self.row_tokens
 
     @property
     def positions(self) -> Tensor:
-        """The position of each local row in its document, as RoPE needs it, int64; 0 for a pad.
+        """The position of each local row in its document, as RoPE needs it, int64 on the CPU; 0 for a pad.
 
         In a tree the position is the depth on the path from the root, so every answer of a shared question continues
-        the positions of the question.
+        the positions of the question. Raises ValueError if the masks of a document disagree about it.
         """
         return self.row_positions
 
@@ -160,7 +167,7 @@ class Step:
 
     @cached_property
     def kept_order(self) -> Tensor | None:
-        """The local rows sorted by stream token, or None if they already are."""
+        """The row numbers of this rank sorted by stream token, or None if the rows are in that order already."""
         return None if self._rows.order is None else torch.from_numpy(self._rows.order)
 
     @cached_property
@@ -182,17 +189,17 @@ class Step:
         return self._positions[device]
 
     def are_positions(self, x: Tensor) -> bool:
-        """Return whether ``x`` is a view of all that :meth:`positions_on` gave; its values are not read."""
+        """Return whether ``x`` has the memory of the tensor that :meth:`positions_on` gave; its values are not read."""
         own = self._positions.get(x.device)
         return own is not None and x.data_ptr() == own.data_ptr() and x.numel() == len(own) and x.is_contiguous()
 
     def in_stream_order(self, local: Tensor) -> Tensor:
-        """Return local rows in stream order, which is the order in which programs use them."""
+        """Return local rows sorted by stream token, which is the order in which programs use them."""
         order = self.kept_order_on(local.device)
         return local if order is None else local[order]
 
     def in_local_order(self, kept: Tensor) -> Tensor:
-        """Return rows in stream order as local rows; the inverse of :meth:`in_stream_order`."""
+        """Return rows that are sorted by stream token in local order; the inverse of :meth:`in_stream_order`."""
         order = self.kept_order_on(kept.device)
         if order is None:
             return kept
@@ -203,9 +210,9 @@ class Step:
     def shard(self, full: Tensor, pad: float | int | None = None) -> Tensor:
         """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``.
 
-        By default pads are 0, except in integers that hold -100 or -1, the usual labels of tokens that do not count:
-        their pads have that label, so that a loss of your own leaves pads out. Labels without such a token need
-        ``pad=-100``.
+        By default pads are 0, except in signed integers that hold -100 or -1, the usual labels of tokens that do not
+        count: their pads have that label (-100 if they hold both), so that a loss of your own leaves pads out. Labels
+        without such a token need ``pad=-100``.
         """
         check_stream(full, "full", "step.shard", self.plan.batch.tokens, self.local_tokens)
         if pad is not None:
@@ -216,16 +223,16 @@ class Step:
         return local
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gather the local rows of all ranks and return the stream tensor ``[tokens, ...]`` on every rank.
-        Differentiable.
+        """Gather the local rows of all ranks, and return on every rank the stream tensor ``[tokens, ...]``.
+
+        Pads are left out. Differentiable; the backward sums the gradients of all ranks.
         """
         self._check_rows(local, "step.gather")
         # A loss of gathered rows is that of the whole batch on every rank, and its gradients are right if averaged.
         return self.losses.say(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
-        """Shift rows by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` gives each token the row of the
-        next.
+        """Shift rows by ``shift`` inside their documents, across ranks; -1 gives each token the row of the next token.
 
         Rows whose source lies outside their document, and pads, get ``fill``. Differentiable. Raises
         NotImplementedError for documents that branch.
@@ -237,18 +244,21 @@ class Step:
         return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Move local rows to another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per
-        rank. Differentiable.
+        """Move local rows to another layout of the same stream. Differentiable.
 
-        Use it for layers that read tokens in order (state space models, convolutions): ``y = layer(step.relayout(x))``,
-        then :meth:`restore`. Pads are left out. Raises NotImplementedError for documents that branch.
+        ``to`` is ``"contiguous"``, ``"zigzag"``, or for each rank an array of its stream tokens. Use it for layers that
+        read tokens in order (state space models, convolutions): ``y = layer(step.relayout(x))``, then :meth:`restore`.
+        Pads are left out. Raises NotImplementedError for documents that branch.
         """
         refuse_order(self.plan.batch, "step.relayout")
         self._check_rows(local, "step.relayout")
         return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Undo :meth:`relayout`: move rows from the layout ``of`` back to the plan's; pads are zero. Differentiable."""
+        """Undo :meth:`relayout`: move rows from the layout ``of`` back to the plan's; pads are zero. Differentiable.
+
+        ``of`` is the ``to`` of that call.
+        """
         maps = self._maps(of)
         self.asked_for_rows = True
         check_rows(moved, "step.restore")
@@ -261,7 +271,7 @@ class Step:
         return local_rows.relayout(moved, self.plan.placement, self.collectives, maps, back=True, place="step.restore")
 
     def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[local_rows.Ints, ...]:
-        """Return the stream tokens of every rank in a layout other than the plan's own."""
+        """Return the stream tokens of each rank in a layout; raise ValueError for ``"free"``, the plan's own layout."""
         maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
         if maps is None:
             raise ValueError(
@@ -270,14 +280,16 @@ class Step:
         return maps
 
     def labels(self, tokens: Tensor, ignore: int | None = None) -> Tensor:
-        """Return the next-token labels of this rank's rows, given the token ids of the whole stream; they are shifted
-        inside documents *before* sharding.
+        """Return the next-token labels of this rank's rows, int64, given the token ids of the whole stream.
 
-        If a token has several ids, ``[tokens, ids]``, each is shifted by itself. Do not pass labels that are already
-        shifted; take ``step.shard(labels, pad=-100)`` instead, which does not label pads. They raise ValueError if the
-        step has seen the tokens, and the host can look at both without waiting for a device. ``ignore`` marks the rows
-        without a next token; by default it is the loader's ``Samples(ignore=...)``, else -100. Raises
-        NotImplementedError for documents that branch.
+        They are shifted inside documents *before* sharding. If a token has several ids, ``[tokens, ids]``, each is
+        shifted by itself. ``ignore`` marks pads and rows without a next token; by default it is the loader's
+        ``Samples(ignore=...)``, else -100. Raises NotImplementedError for documents that branch.
+
+        Do not pass labels that are already shifted; take ``step.shard(labels, pad=-100)`` instead. Labels that are
+        already shifted raise ValueError, here or in the first attention call, if the step has seen the tokens too (in
+        ``shard`` or a framework's inputs). Tensors on a device are compared only in a group's first step, because the
+        host has to wait for them.
         """
         ignore = self._ignored(ignore)
         check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
@@ -289,11 +301,11 @@ class Step:
         return local_rows.shard(successors, self.row_tokens, ignore)
 
     def edges(self, tokens: Tensor, ignore: int | None = None) -> Edges:
-        """Return the edges of this rank, which are its tokens with each of their next tokens, given the token ids of
-        the whole stream. Made for documents that branch, and works for all.
+        """Return the edges of this rank, which are its tokens with each of their next tokens.
 
-        See :class:`Edges`. Next tokens whose id is ``ignore`` (as in :meth:`labels`) do not count, so ``tokens`` may
-        also be labels that are not shifted.
+        ``tokens`` are the token ids of the whole stream, ``[tokens]``. Edges are made for documents that branch, and
+        work for all; see :class:`Edges`. Next tokens whose id is ``ignore`` (as in :meth:`labels`) do not count, so
+        ``tokens`` may also be labels that are not shifted.
         """
         ignore = self._ignored(ignore)
         check_stream(tokens, "tokens", "step.edges", self.plan.batch.tokens, self.local_tokens)
@@ -303,12 +315,13 @@ class Step:
         return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
 
     def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int | None = None) -> Tensor:
-        """Return the log-probability of the next token of each edge of this rank, ``[edges]``, in float32 or wider; 0
-        for edges that do not count.
+        """Return the log-probability of the next token of each edge of this rank, ``[edges]``, in float32 or wider.
 
-        ``tokens`` are the ids of the whole stream, or ``step.edges(tokens)``, whose ``pairs()`` tell the (sequence,
-        position) of each value. :meth:`gather_sequences` collects the values of all ranks. Logits are read in chunks,
-        so no second tensor of their size is made.
+        ``logits`` are those of this rank's rows, ``[local tokens, vocabulary]``. ``tokens`` are the ids of the whole
+        stream, or ``step.edges(tokens)``, whose ``pairs()`` tell the (sequence, position) of each value. Edges whose
+        next token is ``ignore`` have 0; ``ignore`` is used only with ids, because edges were made with theirs.
+        :meth:`gather_sequences` collects the values of all ranks. Logits are read in chunks, so no second tensor of
+        their size is made in the forward.
         """
         edges = tokens if isinstance(tokens, Edges) else self.edges(tokens, ignore)
         with self.collectives.checking("step.log_probs"):
@@ -317,11 +330,11 @@ class Step:
             return edge_log_probs(logits, edges)
 
     def gather_sequences(self, values: Tensor, edges: Edges) -> list[Tensor]:
-        """Gather the values of all ranks' edges, and return on every rank, for each sequence of the batch, a value for
-        each of its tokens.
+        """Gather values of all ranks' edges, and return for each sequence of the batch a tensor of one value per token.
 
-        The first token of a sequence is not predicted and has 0. Sequences are ordered by document and, in a tree, by
-        its leaves. Differentiable, as :meth:`gather` is.
+        ``values`` has one number for each of this rank's ``edges``. The result is the same on every rank. The first
+        token of a sequence is not predicted and has 0. Sequences are ordered by document and, in a tree, by its leaves.
+        Differentiable, as :meth:`gather` is.
         """
         with self.collectives.checking("step.gather_sequences"):
             self._check_edges(edges, "step.gather_sequences")
@@ -337,7 +350,7 @@ class Step:
         return batch_sequences(self.plan.batch)
 
     def _check_edges(self, edges: Edges, place: str) -> None:
-        """Raise ValueError for edges of another step."""
+        """Raise ValueError for edges that another step made."""
         if edges.of_batch is not self._sequences:
             raise ValueError(
                 f"{place} got the edges of another step; take them by edges = step.edges(tokens) of this one"
@@ -353,17 +366,18 @@ class Step:
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
-        """Return this rank's share of the batch's mean cross entropy: the sum over this rank's rows, divided by the
-        number of valid labels on all ranks.
+        """Return this rank's share of the batch's mean cross entropy.
 
-        ``labels`` are next tokens, ``step.labels(tokens)``; nothing is shifted here. Shift labels of your own inside
-        their documents before you shard them. Rows with the label ``ignore``, and all pads, do not count; by default
-        these are rows with the label -100 and, in a step of the loader, with that of its ``Samples(ignore=...)``.
-        Labels that are the tokens themselves give a warning, if the step has seen the tokens.
+        It is the sum over this rank's rows, divided by the number of valid labels on all ranks. ``labels`` are next
+        tokens, ``step.labels(tokens)``; nothing is shifted here. Shift labels of your own inside their documents before
+        you shard them. Rows with the label ``ignore``, and all pads, do not count; by default these are rows with the
+        label -100 and, in a step of the loader, with that of its ``Samples(ignore=...)``. Labels that are the tokens
+        themselves give a warning, if the step has seen the tokens.
 
         A document that branches has more next tokens than rows: pass ``step.edges(tokens)`` instead of labels. The loss
         is then this rank's sum over edges with ``weights``, by default ``edges.weights()``: a share of the mean over
-        all positions of all sequences, as if each sequence were a document of its own.
+        all positions of all sequences, as if each sequence were a document of its own. ``weights`` without edges raise
+        ValueError.
 
         ``gradients`` says what happens to gradients over the ranks of this step. With ``"summed"`` the batch's loss is
         the sum of the ranks' values. With ``"averaged"``, for DDP and other wrappers that average, the share is
@@ -374,7 +388,7 @@ class Step:
         The result depends on ``logits`` even on a rank without valid labels, so that every rank takes part in the
         backward. If this step's attention never ran, this raises RuntimeError, unless ``without_attention`` says that
         this is intended. If attention ran inside a DDP or FSDP2 module that reduces gradients otherwise than
-        ``gradients`` says, it raises ValueError.
+        ``gradients`` says, and ``logits`` need gradients, it raises ValueError.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if isinstance(labels, Edges):
@@ -408,14 +422,15 @@ class Step:
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
-        """Return this rank's share of a mean that you compute yourself: ``total``, a sum over local rows, divided by
-        the sum of all ranks' ``count``, as :meth:`loss` does.
+        """Return this rank's share of a mean that you compute yourself: ``total`` / the sum of all ranks' ``count``.
 
-        ``count`` is the number of this rank's own valid labels, ``(labels != -100).sum()``. Do not pass the batch's
-        count, such as the loader's ``batch.valid``, because counts are summed over ranks here. A count above this
-        rank's rows raises ValueError; a tensor on a GPU is checked only in the first step of a group. Leave pads
-        (``step.indices < 0``) out of sum and count. ``gradients`` and ``without_attention`` are those of :meth:`loss`.
-        A ``total`` that was made by a mean raises ValueError, unless ``count`` is 1.
+        ``total`` is a tensor of one number, the sum over this rank's rows. ``count`` is the number of this rank's own
+        valid labels, ``(labels != -100).sum()``. Do not pass the batch's count, such as the loader's ``batch.valid``,
+        because counts are summed over ranks here. Leave pads (``step.indices < 0``) out of sum and count. ``gradients``
+        and ``without_attention`` are those of :meth:`loss`.
+
+        On several ranks a count above this rank's rows raises ValueError; a tensor on a GPU is checked only in the
+        first step of a group. A ``total`` that was made by a mean raises ValueError if ``count`` is above 1.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
@@ -443,8 +458,10 @@ class Step:
         return ignore
 
     def _check_count(self, count: Tensor | float) -> None:
-        """Raise ValueError for a count that cannot be this rank's own: one of type :class:`CountOfAllRanks`, or one
-        above this rank's rows.
+        """Raise ValueError for a count that cannot be this rank's own.
+
+        That is a :class:`CountOfAllRanks`, or one above this rank's rows (in trees, above the positions predicted from
+        them). With one rank, and for tensors that the host may not read, nothing is checked.
         """
         if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self.may_look_at(count)):
             return
@@ -456,13 +473,14 @@ class Step:
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks, pads))
 
     def may_look_at(self, x: Tensor) -> bool:
-        """Return whether the host may read ``x``. On a device it would have to wait, so there it may only in the first
-        step of a group.
+        """Return whether the host may read ``x``: always on a CPU, and on a device only in the first step of a group.
+
+        On a device the host has to wait for the value.
         """
         return x.device.type == "cpu" or self.collectives.step == 1
 
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
-        """Warn once if labels are the tokens themselves."""
+        """Warn if labels are the tokens themselves; only the first labels that the host may read are checked."""
         if self.seen.done or not self.may_look_at(labels):
             return
         own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
@@ -477,8 +495,10 @@ class Step:
                 raise ValueError(SHIFTED_TWICE)
 
     def _cut_by_hand_fits(self) -> bool:
-        """Return whether rows that a user cuts without the step are the plan's: the plan was made for the user's
-        layout, or this rank's rows are its contiguous part of the stream.
+        """Return whether rows that a user cuts without the step are the plan's.
+
+        They are if the plan was made for the user's layout, or if this rank's rows are its contiguous part of the
+        stream.
         """
         if self.plan.layout_given:
             return True
@@ -486,7 +506,7 @@ class Step:
         return np.array_equal(local_stream(self.plan.placement, self.rank), cut)
 
     def _check_attended(self, without_attention: bool) -> None:
-        """Raise RuntimeError if this step's attention never ran."""
+        """Raise RuntimeError if this step's attention never ran, unless ``without_attention`` is True."""
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. "
@@ -494,8 +514,10 @@ class Step:
             )
 
     def note_call(self) -> None:
-        """Count an attention call. In the first one, warn if its rows may not be the plan's and refuse labels that were
-        shifted twice; in each, note the modules that it runs in.
+        """Count an attention call, and note the DDP or FSDP2 modules that it runs in.
+
+        In the first call, warn if its rows may not be the plan's, and raise ValueError for labels that were shifted
+        twice.
         """
         self.calls += 1
         if self.calls == 1:
@@ -504,16 +526,16 @@ class Step:
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
-        """Warn if the user seems to have cut rows without the step and forgotten ``layout=``: such rows would fit in
-        number, but would not be the plan's.
+        """Warn if the user seems to have cut rows without the step and forgotten ``layout=``.
 
-        A tensor does not show which rows it holds. Labels at the ends of documents do not show it either, because some
-        train on next tokens across documents. But rows of a plan that places tokens freely can only come from the step,
-        so it suffices to know whether they were taken from it: by ``shard``, ``indices`` or ``restore``, or by the
-        loader or a framework. ``positions`` and ``labels`` do not count, because users who cut rows themselves take
-        those from the step too. There is no warning if a layout was given, if the plan's rows are the contiguous part
-        that everyone would cut, or if the number of rows does not fit a cut into equal parts. It is not an error,
-        because rows may follow the plan although the step was not asked: on a later pipeline stage, or random rows.
+        Such rows would fit in number, but would not be the plan's. A tensor does not show which rows it holds. Labels
+        at the ends of documents do not show it either, because some train on next tokens across documents. But rows of
+        a plan that places tokens freely can only come from the step, so it suffices to know whether they were taken
+        from it: by ``shard``, ``indices`` or ``restore``, or by the loader or a framework. ``positions`` and ``labels``
+        do not count, because users who cut rows themselves take those from the step too. There is no warning if a
+        layout was given, if the plan's rows are the contiguous part that everyone would cut, or if the number of rows
+        does not fit a cut into equal parts. It is not an error, because rows may follow the plan although the step was
+        not asked: on a later pipeline stage, or if they are random numbers.
         """
         if self.plan.ranks == 1 or self.asked_for_rows or self._cut_by_hand_fits():
             return
@@ -529,8 +551,9 @@ class Step:
             )
 
     def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
-        """Return the recipe of this rank's program for a mask and direction; it is derived on first use, unless the
-        step was bound with a recipe.
+        """Return what this rank does in a pass (one mask, one direction), as integers; ``mask`` is the mask's index.
+
+        It is derived on first use, unless the step was bound with a recipe.
         """
         key = (mask, backward)
         if key not in self._pass_recipes:
@@ -538,8 +561,10 @@ class Step:
         return self._pass_recipes[key]
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
-        """Return the program for a mask and direction with its work lists and index maps on the device, made on first
-        use.
+        """Return the program of a pass (one mask, one direction) with its work lists and index maps on the device.
+
+        It is made on first use. ``mask`` is the mask's index, ``types`` the dtypes and the device. Raise ValueError if
+        the group's backend cannot send tensors of that device.
         """
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
@@ -554,12 +579,14 @@ class Step:
         return self._prepared[key]
 
     def tables(self) -> list[Tensor]:
-        """Return the work lists and index maps that this step has made so far."""
+        """Return the tensors that this step has made on devices so far: work lists, index maps and positions."""
         return tables_in(self._prepared, self._work_lists, self._orders, self._positions)
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
-        """Make everything that attention needs on ``device`` now, for all masks and both directions, instead of in the
-        first layer.
+        """Make everything that attention needs on ``device`` now, instead of in the first layer.
+
+        It is made for all masks and both directions. ``kernel`` overrides the choice of the kernel, as in
+        :func:`flexcp.attention`.
         """
         types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device_of(device)))
         name = self.choose_kernel(types.device, kernel)
@@ -574,12 +601,17 @@ class Step:
     def open_exchange(
         self, mask: int, backward: bool, device: torch.device, calls: tuple[tuple[Call, ...], ...] | None = None
     ) -> Exchange:
-        """Open the exchange of the next pass of this step, with the plan's calls or with ``calls``."""
+        """Open the exchange of this step's next pass, with the messages that the plan has for it, or with ``calls``.
+
+        ``mask`` is the mask's index. ``calls`` has for each stage of the pass what is sent and received together.
+        """
         return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"], calls)
 
     def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
-        """Return the name of the kernel for tensors on ``device``, and note it in ``self.kernels``; ``kernel``
-        overrides the choice.
+        """Return the name of the kernel for tensors on ``device``, and note it in ``self.kernels``.
+
+        ``kernel`` overrides the choice; an unknown name raises ValueError, and a kernel that cannot run the plan's
+        shape NotImplementedError.
         """
         if (device, kernel) not in self._chosen:
             shape = self.plan.shape
@@ -601,7 +633,10 @@ class Step:
             )
 
     def _check_rows(self, local: Tensor, place: str) -> None:
-        """Raise ValueError unless ``local`` has a row for each token of this rank."""
+        """Raise ValueError unless ``local`` has a row for each token of this rank; ``place`` names the caller.
+
+        Raise RuntimeError if an earlier exchange of this step failed.
+        """
         self.collectives.check_usable()
         with self.collectives.checking(place):
             check_rows(local, place)

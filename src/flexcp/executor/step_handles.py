@@ -2,9 +2,9 @@
 
 torch.compile would make a Python object a constant of the graph and compile again for every step; a tensor's value
 never enters the graph. So each step has a tensor with its number, its *handle*. The handle travels through graphs,
-recomputation and backward threads, and the operator looks up the step by it. The table of steps is flexcp's only
-process-wide state. It holds weak references, so it keeps no step alive, and numbers are never used twice, so steps of
-several models in one process cannot be confused.
+recomputation and backward threads, and the operator looks up the step by it. The table of steps is process-wide. It
+holds weak references, so it keeps no step alive, and numbers are never used twice, so steps of several models in one
+process cannot be confused.
 """
 
 from __future__ import annotations

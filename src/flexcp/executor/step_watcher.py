@@ -1,7 +1,7 @@
-"""Step watcher: the interface by which a step reports to telemetry. It is used only by steps that were bound with
-``telemetry``.
+"""Step watcher: the interface by which a step reports to telemetry.
 
-:mod:`flexcp.telemetry` implements the interface; the executor knows nothing else of that package.
+Only steps that were bound with ``telemetry`` use it. :mod:`flexcp.telemetry` implements the interface; the executor
+knows nothing else of that package.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Watcher(Protocol):
     """Watches the steps that were bound with it."""
 
     def planning(self) -> AbstractContextManager[None]:
-        """Return a context that surrounds the wait for the next step's plan."""
+        """Return a context for the code that waits for the plan of the next step."""
 
     def binding(self, plan: Plan) -> AbstractContextManager[None]:
-        """Return a context that surrounds a ``bind``, which begins a step."""
+        """Return a context for the code that binds ``plan``, which begins a new step."""
 
     def watch(self, step: Step, mask: int, backward: bool, device: torch.device) -> Watch:
-        """Return the watch of the step's next pass."""
+        """Return the watch of the step's next pass; ``mask`` is the index of the pass's mask in the plan's batch."""
 
     def after_forward(
         self,
@@ -42,6 +42,8 @@ class Watcher(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Look at the inputs and results of a forward; all tensors hold this rank's rows in local order. Every rank of
-        the step calls this in the same attention call.
+        """Look at the inputs and results of a forward; all tensors but ``sinks`` hold this rank's rows in local order.
+
+        ``mask`` is the index of the mask in the plan's batch. Every rank of the step calls this in the same attention
+        call, so implementations may communicate.
         """

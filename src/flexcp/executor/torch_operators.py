@@ -36,8 +36,9 @@ from flexcp.executor.run.message_layout import types_of
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. ``where`` says which queries see which keys: it is a step's handle, or a table of
-    slices.
+    """The tensors of a call; ``where`` says which queries see which keys.
+
+    It is the handle of a step (:mod:`flexcp.executor.step_handles`), or a table of slices ``[slices, 6]``.
     """
 
     q: Tensor
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The arguments of a call that are not tensors."""
+    """The arguments of a call that are not tensors, as :func:`flexcp.attention` describes them."""
 
     scale: float
     softcap: float | None
@@ -58,12 +59,12 @@ class Numbers(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """The same numbers as a kernel takes them."""
+        """The same numbers as a kernel takes them; an ``sm_margin`` of None becomes 0."""
         return Settings(self.scale, self.softcap, self.deterministic, self.sm_margin or 0)
 
 
 class Results(NamedTuple):
-    """Output in the model's dtype, and LSE in the dtype that the backward takes."""
+    """The results of a forward: output in the model's dtype, and LSE in the dtype that the backward takes."""
 
     out: Tensor
     lse: Tensor
@@ -76,7 +77,7 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the results; ``dlse`` is None when the LSE was not used."""
+    """The gradients of output (``do``) and LSE (``dlse``, None if the LSE was not used)."""
 
     do: Tensor
     dlse: Tensor | None
@@ -86,7 +87,7 @@ Tuples = tuple[Any, ...]
 """Named-tuple types: those above, and others that hold numbers."""
 
 PLAIN = (Tensor, torch.nn.Parameter, type(None))
-"""Types of the tensors of a call in which no tensor subclass takes part."""
+"""Types of arguments that are no tensor subclass; with any other type the registered operator is called."""
 
 
 def register_attention(
@@ -96,11 +97,11 @@ def register_attention(
     numbers: Tuples,
     keeps: bool = False,
 ) -> Callable[..., Any]:
-    """Register two functions as the operators ``flexcp::names[0]`` and ``flexcp::names[1]``, and return a
-    differentiable function that calls the forward.
+    """Register the operators ``flexcp::names[0]`` and ``flexcp::names[1]``, and return a differentiable forward.
 
-    ``numbers`` are the types of the tuples that both functions take after their tensors. ``keeps`` says that the
-    forward returns :class:`Kept` besides :class:`Results`.
+    ``forward`` and ``backward`` are the functions that the operators run. ``numbers`` are the types of the tuples that
+    both take after their tensors. ``keeps`` says that the forward returns :class:`Kept` besides :class:`Results`. The
+    returned function takes the fields of all tuples one by one.
     """
     made: Tuples = (Results, Kept) if keeps else (Results,)
     plain_first = _packing(on_their_device(forward), (Inputs, *numbers))
@@ -142,7 +143,7 @@ def register_attention(
 
 
 def on_their_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` as a function that makes the device of its first tuple's first tensor the current one."""
+    """Return ``run`` as a function that runs on the device of the first tensor of its first argument, a tuple."""
 
     def call(first: Any, *others: Any) -> Any:
         with on_device(first[0].device):
@@ -152,8 +153,9 @@ def on_their_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_watched(*tensors: Tensor | None) -> bool:
-    """Return whether torch.compile, a dispatch mode, a transform or a tensor subclass has to see the operators of a
-    call with these tensors.
+    """Return whether something in torch has to see the operators of a call with these tensors.
+
+    That is torch.compile, a dispatch mode, a functorch transform or a tensor subclass.
     """
     if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
         return True
@@ -162,8 +164,9 @@ def _is_watched(*tensors: Tensor | None) -> bool:
 
 
 def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) -> CustomOpDef:
-    """Return ``call``, which takes the fields of the tuples ``takes`` one by one, as an operator with ``results``
-    output tensors.
+    """Return ``call`` as the operator ``flexcp::name`` with ``results`` output tensors.
+
+    ``call`` takes the fields of the tuple types ``takes`` one by one.
     """
     arguments = [
         Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
@@ -176,8 +179,9 @@ def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) 
 
 
 def _packing(run: Callable[..., Any], takes: Tuples) -> Callable[..., Any]:
-    """Return ``run`` as a function of single arguments, which are packed into the tuples that ``run`` takes; arguments
-    beyond those are dropped.
+    """Return ``run``, which takes tuples of the types ``takes``, as a function of their fields one by one.
+
+    Arguments beyond these fields are dropped.
     """
     parts, at = [], 0
     for fields in takes:

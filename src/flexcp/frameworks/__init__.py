@@ -1,7 +1,6 @@
 """Adapters for frameworks, one file each, which use only public extension points of the frameworks.
-This file has what they share.
 
-Adapters are loaded on first use, because each needs its own package.
+This file has what they share. Adapters are loaded on first use, because each needs its own package.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _ADAPTERS = (
 
 @contextmanager
 def used(step: Step) -> Iterator[Step]:
-    """Raise RuntimeError at the end of the block if ``step`` ran no attention inside it.
-    The model would then have trained with its own attention.
+    """Raise RuntimeError at the end of the ``with`` block if ``step`` ran no attention inside it; yields the step.
 
-    ``step.loss`` and the adapters check this themselves; ``used`` is for loops that compute their own loss.
+    The model would then have trained with its own attention. ``step.loss`` and the adapters check this themselves;
+    ``used`` is for loops that compute their own loss.
     """
     before = step.calls
     yield step
@@ -41,7 +40,7 @@ def used(step: Step) -> Iterator[Step]:
 
 
 def not_used(step: Step) -> str:
-    """Return the message for a step that was given to a model and never ran."""
+    """Return the error message for a step that was given to a model whose attention never ran under it."""
     return (
         f"{step!r} was given to a model whose attention never used it: its layers still run their own attention. "
         "Turn flexcp on (docs/frameworks.md says how in each framework) or call flexcp.attention in your own layers"

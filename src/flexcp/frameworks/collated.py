@@ -27,31 +27,35 @@ BORDERS = {
     "max_length_k",
     "seq_idx",
 }
+"""The parts of a batch that can say where documents begin and end, or are passed along with such parts."""
 KNOWN = {"input_ids", "labels"} | BORDERS
+"""The parts of a batch that :func:`read_batch` accepts."""
 
 
 @dataclass(frozen=True)
 class Collated:
-    """A batch without padding: tokens end to end and their shifted labels, ``[T]``,
-    and the lengths of the documents.
+    """A batch without padding: all tokens end to end and their labels, both ``[T]``, and the lengths of the documents.
+
+    ``labels`` are shifted: each token has the label of its successor, or -100 at the end of a document.
     """
 
     tokens: Tensor
     labels: Tensor
     lengths: list[int]
     keep: Tensor
-    """``[rows, columns]``: True at the places of the batch that hold the tokens, in row order."""
+    """``[rows, columns]``: True at the places of the collator's batch that hold the tokens, in row order."""
 
     def put_back(self, values: Tensor) -> Tensor:
-        """Return values of the tokens, ``[T, ...]``, at the tokens' places in the batch, ``[rows, columns, ...]``,
-        with zeros at padding. Differentiable.
+        """Return values of the tokens, ``[T, ...]``, at the tokens' places in the batch, ``[rows, columns, ...]``.
+
+        Places of padding have zeros. Differentiable.
         """
         found = values.new_zeros((*self.keep.shape, *values.shape[1:]))
         return found.index_put((self.keep,), values)
 
 
 def refuse_unknown(batch: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for parts of a batch that flexcp does not know how to shard."""
+    """Raise NotImplementedError if a batch has parts that are not in :data:`KNOWN` and not None."""
     unknown = {name for name in set(batch) - KNOWN if batch[name] is not None}
     if unknown:
         raise NotImplementedError(
@@ -60,7 +64,12 @@ def refuse_unknown(batch: Mapping[str, Any]) -> None:
 
 
 def read_batch(batch: Mapping[str, Any]) -> Collated:
-    """Read the documents of a collator's batch; without labels the tokens themselves are the labels."""
+    """Read the documents of a collator's batch: remove padding, find where documents begin, and shift labels.
+
+    Without labels the tokens themselves are the labels. Raise NotImplementedError for a mask that is not a padding
+    mask, and ValueError if parts of the batch contradict each other, if nothing says where documents end, or if the
+    labels are already shifted.
+    """
     ids = batch["input_ids"]
     labels = ids if batch.get("labels") is None else batch["labels"]
     mask = batch.get("attention_mask")
@@ -87,7 +96,11 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
 
 
 def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
-    """Return the lengths of the documents without padding, once for each part of the batch that tells them."""
+    """Return the lengths of the documents without padding, by the name of each part of the batch that tells them.
+
+    ``keep`` is True at tokens and False at padding. Raise ValueError for positions of a padded batch that do not tell
+    where documents begin.
+    """
     said = {}
     mask, positions, numbers, borders = (
         batch.get(name) for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
@@ -110,18 +123,18 @@ def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
 
 
 def _kept(values: Tensor, keep: Tensor) -> list[Tensor]:
-    """Return the values of each row's tokens without padding; rows with only padding are left out."""
+    """Return for each row the values of its tokens, without padding; rows with only padding are left out."""
     pairs = zip(values.expand_as(keep), keep, strict=True)
     return [row[kept] for row, kept in pairs if bool(kept.any())]
 
 
 def _numbered(numbers: Tensor, keep: Tensor) -> list[int]:
-    """Return the lengths of consecutive tokens with the same number, row by row."""
+    """Return the lengths of the stretches of consecutive tokens with the same number, row by row, without padding."""
     return [n for row in _kept(numbers, keep) for n in row.unique_consecutive(return_counts=True)[1].tolist()]
 
 
 def _refuse_holes(keep: Tensor) -> None:
-    """Raise ValueError for padding between a row's tokens, which may or may not separate two documents."""
+    """Raise ValueError for padding between the tokens of a row, which may or may not separate two documents."""
     begins = keep.int().diff(dim=1, prepend=keep.new_zeros(len(keep), 1).int()) == 1
     if bool((begins.sum(1) > 1).any()):
         raise ValueError(

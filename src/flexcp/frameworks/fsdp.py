@@ -36,11 +36,13 @@ def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
     ``replicas`` is how many groups of ranks train on batches of their own, among the ranks that the model is sharded
     over. Gradients are divided by it: they are summed over the ranks of a batch, and averaged over replicas. Give 1 if
     your loss is divided by the replicas, or by the labels of all of them. By default there is one replica, and a
-    backward that is summed over more ranks than those of its step gives a warning.
+    backward that is summed over more ranks than those of its step gives a warning. Raise ValueError if nothing in
+    ``model`` is sharded, or if ``replicas`` does not divide the ranks.
 
-    Call it once, after the last ``fully_shard`` and before the first forward: losses take it into account, and the
-    backward of a loss that was computed before raises. Compute the loss with ``step.loss`` or ``step.share``. A mean
-    over this rank's rows alone would make gradients too large by the number of ranks, and flexcp cannot detect that.
+    Call it once, after the last ``fully_shard`` and before the first forward. Losses take it into account; a loss that
+    was made before with ``gradients="averaged"`` raises ValueError in its backward. Compute the loss with ``step.loss``
+    or ``step.share``. A mean over this rank's rows alone would make gradients too large by the number of ranks, and
+    flexcp cannot detect that.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
@@ -53,7 +55,7 @@ def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
 
 
 def _check_replicas(modules: Sequence[FSDPModule], replicas: int) -> None:
-    """Raise ValueError for a number of replicas that does not divide the ranks that modules are sharded over."""
+    """Raise ValueError unless ``replicas`` is an integer above 0 that divides the ranks of each sharded module."""
     check_whole("replicas", replicas)
     for module in modules:
         # The attribute is private; a release without it only loses the check.
@@ -67,8 +69,10 @@ def _check_replicas(modules: Sequence[FSDPModule], replicas: int) -> None:
 
 
 def note_reduction(model: nn.Module, step: Step) -> None:
-    """Tell ``step`` whether ``model`` is sharded over the ranks that share its batch,
-    and whether it averages or sums their gradients.
+    """Tell ``step`` whether FSDP2 averages or sums the gradients of ``model`` over the ranks of the step.
+
+    Only parameters that ``model`` itself shards are looked at, not those of FSDP2 modules inside it. A model that is
+    not sharded changes nothing.
     """
     if step.group is None or not isinstance(model, FSDPModule):
         return

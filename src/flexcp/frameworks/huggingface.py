@@ -58,11 +58,12 @@ def register() -> None:
 
 
 def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
-    """Let ``model`` use flexcp's attention from now on, and raise whenever it is given a step
-    that its attention does not use.
+    """Let ``model`` use flexcp's attention from now on, and check each forward that is given a step.
 
-    The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does.
-    Another model made from the same config object uses flexcp's attention too, without the checks; make it from
+    A forward raises RuntimeError if no attention used its step, and ValueError for inputs or labels that do not fit the
+    step. A model that does not take its attention from Transformers' AttentionInterface raises NotImplementedError
+    here. The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation``
+    does. Another model made from the same config object uses flexcp's attention too, without the checks; make it from
     ``copy.deepcopy(config)`` instead.
     """
     model = _inside(model)
@@ -79,13 +80,12 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
 def masks(
     model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel, mask: MaskLike | None = None
 ) -> dict[str, tuple[MaskLike, int]]:
-    """Return the masks of a model's layers for ``planner(lengths, masks=...)``: ``full``, ``window`` and ``chunks of
-    N``,
-    with the number of layers that use each.
+    """Return the masks of a model's layers, each with the number of layers that use it, as ``masks=`` for a planner.
 
-    ``model`` is the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree
-    or ``causal()`` for each document. Layers with a window then have the same trees in that window. Without ``mask``
-    all documents are causal.
+    The names are ``full``, ``window`` and ``chunks of N``, as far as the model has such layers. ``model`` is the model
+    or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or ``causal()`` for
+    each document. Layers with a window then have the same trees in that window. Without ``mask`` all documents are
+    causal. Raise NotImplementedError for layers of other kinds, and for trees in a model with chunks.
     """
     model = _inside(model)
     config = _text_config(model)
@@ -120,7 +120,10 @@ def masks(
 
 
 def _text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a model's text layers, which may be part of that of a model with images."""
+    """Return the configuration of the text layers of a model, given the model or its configuration.
+
+    In a model with images it is a part of the model's configuration.
+    """
     config: PreTrainedConfig = getattr(model, "config", model)
     return config.get_text_config()
 
@@ -146,13 +149,13 @@ def planner(
     tp: int = 1,
     **options: Any,
 ) -> Planner:
-    """Return a planner for a model's attention, from the model or its configuration;
-    ``tp`` is the number of ranks over which heads are split.
+    """Return a planner for a model's attention, from the model or its configuration.
 
-    ``dtype`` is the dtype of the activations. By default it is that of the model's weights or the configuration's
-    ``dtype``, or float32 if a configuration names none, as Transformers then makes the model. Give it if autocast or
-    FSDP2's ``MixedPrecisionPolicy`` computes in another dtype. ``options`` are the other options of
-    :class:`flexcp.Planner`; sizes of heads are not among them, because the model knows them.
+    ``tp`` is the number of ranks over which heads are split by tensor parallelism. ``dtype`` is the dtype of the
+    activations. By default it is that of the model's weights or the configuration's ``dtype``, or float32 if a
+    configuration names none, as Transformers then makes the model. Give it if autocast or FSDP2's
+    ``MixedPrecisionPolicy`` computes in another dtype. ``options`` are the other options of :class:`flexcp.Planner`;
+    sizes of heads are not among them, because the model knows them.
     """
     for name in ("heads", "kv_heads", "head_dim", "v_head_dim"):
         if name in options:
@@ -172,10 +175,10 @@ def planner(
 
 
 def _heads(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """Return (query heads, KV heads, size of queries and keys, size of values) of a configuration, with the reader of
-    ``config.json``.
+    """Return (query heads, KV heads, head size of queries and keys, head size of values) of a configuration.
 
-    A model with multi-latent attention gives its attention a key and a value for each query head.
+    They are read as from ``config.json``. A model with multi-latent attention gives its attention a key and a value for
+    each query head.
     """
     if getattr(config, "kv_lora_rank", None):
         heads = config.num_attention_heads
@@ -189,7 +192,8 @@ def _heads(config: PreTrainedConfig) -> tuple[int, int, int, int]:
 def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: Gradients = "summed") -> dict[str, Any]:
     """Return the keywords of a model's forward for this rank's rows of a batch, from the stream's token ids ``[T]``.
 
-    Labels, by default each token's successor, are shifted inside documents before they are sharded;
+    ``labels`` ``[T]`` are not shifted: each stands beside its own token, -100 where it is not to be predicted; by
+    default they are the tokens. They are shifted here inside documents before they are sharded.
     ``model(**inputs).loss`` is this rank's sum / the batch's valid labels. ``gradients`` says how gradients are reduced
     over the ranks of the step, as in ``step.loss``. If they are summed, the batch's loss is the sum of the ranks'
     losses. If they are averaged (DDP), each rank's loss is multiplied by the number of ranks, and the batch's loss is
@@ -222,7 +226,7 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
 
 
 def _without_labels(step: Step, tokens: Tensor) -> dict[str, Any]:
-    """Return the keywords of a forward that gives only logits."""
+    """Return the keywords of a forward for this rank's rows without labels, so that it gives only logits."""
     if step.local_tokens == 0:  # models cannot run on no rows
         ids = positions = tokens.new_zeros(1)
     else:
@@ -243,10 +247,10 @@ def _refuse_other_marks(labels: Tensor) -> None:
 
 
 def _refuse_other_streams(step: Step, tokens: Tensor, labels: Tensor) -> None:
-    """Raise ValueError on every rank if ranks gave different token ids or labels to the group's first step,
-    as with samplers that deal documents over ranks.
+    """Raise ValueError on every rank if ranks gave different token ids or labels to the group's first step.
 
-    Documents of equal lengths have equal plans on all ranks, so :func:`flexcp.bind` cannot detect this.
+    They do if a sampler deals documents over ranks. Documents of equal lengths have equal plans on all ranks, so
+    :func:`flexcp.bind` cannot detect this. Only the first call is checked, and later steps not at all.
     """
     notes = step.collectives.notes
     if notes is None or step.collectives.step != 1 or step.stream_compared:
@@ -266,8 +270,9 @@ def _refuse_other_streams(step: Step, tokens: Tensor, labels: Tensor) -> None:
 
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
-    """Return the keywords of a model's forward for this rank's rows;
-    ``valid`` is the batch's number of labels on all ranks.
+    """Return the keywords of a model's forward for this rank's rows.
+
+    ``valid`` is the batch's number of labels on all ranks, ``gradients`` how gradients are reduced over them.
     """
     divisor = ValidLabels(valid, rows.step, gradients, (rows.labels != IGNORE).sum())
     return {
@@ -283,5 +288,5 @@ def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[s
 
 
 def _inside(model: Any) -> Any:
-    """Return the model inside a DDP wrapper."""
+    """Return the model inside a DDP wrapper, or the model itself if there is none."""
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -48,7 +48,7 @@ ELSEWHERE = frozenset(
 )
 """Keywords that reach attention functions but are meant for other parts of a model."""
 CHUNKED = "chunked_attention"
-"""The name in configurations for layers whose queries see the keys of their chunk."""
+"""The name in configurations for layers whose queries see only keys of their own chunk of tokens."""
 
 
 def flexcp_attention(
@@ -69,7 +69,12 @@ def flexcp_attention(
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run attention of one layer, called by Transformers: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
+    """Run attention of one layer, called by Transformers: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights.
+
+    ``step`` is the step to run under. With ``"alone"`` the rows are this process's own documents, and with None too if
+    there is only one rank; on several ranks None raises ValueError. ``sliding_window`` is the number of keys that a
+    query sees, ``s_aux`` one extra logit per head (sinks). What flexcp cannot do raises NotImplementedError.
+    """
     _refuse(module, query, key, attention_mask, dropout, is_causal, others)
     query, key, value = (_autocast(x) for x in (query, key, value))
     # Under autocast a parameter kept in float32 is cast here to the activations' dtype, as in the model's own
@@ -108,14 +113,15 @@ def flexcp_attention(
 
 
 def chunks_named(size: int) -> str:
-    """Return the name that :func:`flexcp.frameworks.huggingface.masks` gives the mask of chunked layers;
-    it contains the size of the chunks.
-    """
+    """Return the name that ``huggingface.masks`` gives the mask of layers with chunks of ``size`` tokens."""
     return f"chunks of {size}"
 
 
 def _chunk(module: nn.Module) -> int:
-    """Return the number of tokens in this layer's chunks; 0 for a layer without chunks."""
+    """Return the number of tokens in this layer's chunks; 0 for a layer without chunks.
+
+    Raise NotImplementedError if some layers have chunks and this one does not say which layer it is.
+    """
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     if CHUNKED not in kinds:
@@ -129,8 +135,9 @@ def _chunk(module: nn.Module) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return ``x`` in autocast's dtype if that is on: RoPE in float32 leaves queries and keys
-    in another dtype than values.
+    """Return ``x`` in autocast's dtype, or as it is if autocast is off or ``x`` is float64.
+
+    RoPE in float32 leaves queries and keys in another dtype than values.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
@@ -146,8 +153,10 @@ def flexcp_mask(
     config: PreTrainedConfig | None = None,
     **others: Any,
 ) -> None:
-    """Called by Transformers to make a model's mask; makes none, because the plan has it,
-    and raises for masks that the plan cannot have.
+    """Make no mask, because the plan has it, where Transformers asks for a model's mask.
+
+    Raise NotImplementedError for what the plan cannot express: a model's own mask functions, padding, and chunks if
+    ``layer_types`` do not say which layers have them.
     """
     if use_vmap or (not torch.compiler.is_compiling() and not _is_plain(mask_function)):
         raise NotImplementedError(
@@ -164,7 +173,7 @@ def flexcp_mask(
 
 
 def refuse_padding(attention_mask: Tensor | None) -> None:
-    """Raise NotImplementedError for a mask that hides tokens."""
+    """Raise NotImplementedError for a mask that hides tokens; under torch.compile, for any mask."""
     if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
         raise NotImplementedError(
             "a padding mask is not supported: lay the documents end to end without padding and drop attention_mask"
@@ -185,7 +194,7 @@ def _name(function: Any) -> str:
 
 
 def _is_plain(function: Any) -> bool:
-    """Return whether a mask function consists only of intersections of :data:`PLAIN` ones."""
+    """Return whether a mask function is None, one of :data:`PLAIN`, or an intersection of such functions."""
     if function is None or _name(function) in PLAIN:
         return True
     if _name(function) != "and_masks.<locals>.and_mask":
@@ -221,7 +230,11 @@ def _refuse(
 
 
 def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for an attention keyword that is unknown and not in :data:`ELSEWHERE`."""
+    """Raise NotImplementedError for attention keywords that flexcp would ignore.
+
+    ``others`` are the keywords that flexcp's attention function does not have. Those in :data:`ELSEWHERE`, and those
+    that are None or False, are accepted.
+    """
     for name, value in others.items():
         if name not in ELSEWHERE and value is not None and value is not False:
             raise NotImplementedError(
@@ -239,7 +252,11 @@ def _refuse_alone(step: str | None) -> None:
 
 
 def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> list[int]:
-    """Return the lengths of this process's documents, row after row."""
+    """Return the lengths of this process's documents, row after row, for attention without a step.
+
+    They follow from ``cu_seq_lens_q``, else from where ``position_ids`` restart; without both, each row is a document.
+    Raise ValueError under torch.compile.
+    """
     if torch.compiler.is_compiling():
         raise ValueError("under torch.compile give the model a step, on one process too: step=flexcp.bind(plan)")
     rows, tokens = query.shape[0], query.shape[2]
@@ -253,8 +270,10 @@ def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu
 
 
 def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
-    """Raise for borders that are not the plan's, and for counted positions;
-    once a step, and never inside a compiled graph.
+    """Raise ValueError if the caller's document borders or positions are not those of the step's plan.
+
+    Positions are wrong if they only number this rank's rows. They are checked in a step's first call only; under
+    torch.compile nothing is compared, and borders raise.
     """
     if torch.compiler.is_compiling():
         if cu_seq_lens is not None:
@@ -274,8 +293,9 @@ def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_
 
 
 def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
-    """Raise ValueError for positions that only number this rank's rows. The step's own positions are recognised
-    without reading them, because a read from a GPU makes the host wait.
+    """Raise ValueError for positions that only number this rank's rows from 0, if the step's positions are others.
+
+    The step's own positions are recognised without reading them, because a read from a GPU makes the host wait.
     """
     tokens = step.local_tokens
     if position_ids is None or position_ids.shape[-1] != tokens or step.are_positions(position_ids):

@@ -1,8 +1,7 @@
-"""Hooks around the forward of a Hugging Face model that detect unused steps, wrongly divided losses
-and missing positions.
+"""Hooks around the forward of a Hugging Face model that check how it uses its step.
 
-:func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for models
-whose keywords other code checks.
+They detect unused steps, wrongly divided losses and missing positions. :func:`check_forwards` is for models turned on
+by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for models whose keywords other code checks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ _ROW = "_flexcp_row"
 
 
 def check_forwards(model: nn.Module) -> None:
-    """Raise for wrong keywords beside a step from now on, fill in keywords that the step knows, and :func:`check_use`.
-    Further calls do nothing.
+    """Check every forward of ``model`` that is given a step, from now on, and fill in keywords that the step knows.
+
+    Wrong keywords raise, and so does what :func:`check_use` detects. Further calls with the same model do nothing.
     """
     if _refuse_wrong_use in model._forward_pre_hooks.values():
         return
@@ -41,23 +41,25 @@ def check_forwards(model: nn.Module) -> None:
 
 
 def check_use(model: nn.Module) -> None:
-    """Raise from now on whenever ``model`` is given a step that no attention inside it uses,
-    or its loss would have wrong gradients.
+    """Raise from now on whenever ``model`` is given a step that no attention inside it uses (RuntimeError).
+
+    Also raise ValueError if the gradients of its loss would be wrong, because FSDP2 or DDP reduces them otherwise than
+    ``gradients=`` says. A load-balancing loss of experts is replaced by this rank's share.
     """
     model.register_forward_pre_hook(_note_calls, with_kwargs=True)
     model.register_forward_hook(_check_calls, with_kwargs=True)
 
 
 class ValidLabels:
-    """The number that a model's loss is divided by. Dividing by it raises if no attention ran under the step,
-    or if gradients would be wrong.
+    """The number that a model's loss is divided by, made by ``huggingface.inputs`` as ``num_items_in_batch``.
 
-    A model that was not turned on accepts a step among its keywords and drops it; its loss is the first place where
-    that can be detected. A model that was turned on gets the plain number, and is checked after its forward. As an
-    integer this is the number of the batch's valid labels on all ranks, by which losses of several batches are
-    weighted; under ``gradients="averaged"`` the divisor is that number / the number of ranks. It can be added,
-    multiplied and divided like the integer. A batch without a valid label counts 0, and its loss, a sum of nothing, is
-    divided by 1. ``here`` is the number of labels on this rank, if known.
+    Dividing by it raises RuntimeError if no attention ran under the step, and ValueError if gradients would be wrong. A
+    model that was not turned on accepts a step among its keywords and drops it; its loss is the first place where that
+    can be detected. A model that was turned on gets the plain number, and is checked after its forward. As an integer
+    this is the number of the batch's valid labels on all ranks, by which losses of several batches are weighted; under
+    ``gradients="averaged"`` the divisor is that number / the number of ranks. It can be added, multiplied and divided
+    like the integer. A batch without a valid label counts 0, and its loss, a sum of nothing, is divided by 1. ``here``
+    is the number of labels on this rank, if known.
     """
 
     def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients, here: Tensor | None = None) -> None:
@@ -105,8 +107,11 @@ class ValidLabels:
 
 
 def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Raise for rows of another shape, for labels that the model would shift over this rank's rows or divide wrongly,
-    and for a mask that shows a causal model what it predicts.
+    """Raise for inputs, labels or a mask with which a model would train wrongly under a step; a forward pre-hook.
+
+    ValueError: 1-D ids, labels that the model would shift over this rank's rows or divide wrongly, and a full mask,
+    which shows a causal model what it predicts. NotImplementedError: documents that branch, in a model whose layers
+    read tokens in order.
     """
     step = keywords.get("step")
     if not isinstance(step, Step) or torch.compiler.is_compiling():
@@ -140,8 +145,10 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
 
 
 def _refuse_hybrid(module: nn.Module, step: Step) -> None:
-    """Raise NotImplementedError for a model with layers that read tokens in order:
-    along the stream, their state would pass from one branch into the next.
+    """Raise NotImplementedError for a model with layers that read tokens in order, such as state space layers.
+
+    It is called for batches with documents that branch: along the stream, the state of such layers would pass from one
+    branch into the next.
     """
     config = getattr(module, "config", None)
     config = getattr(config, "text_config", config)
@@ -159,10 +166,12 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
 
 
 def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> None:
-    """Raise ValueError for labels that the loss would ignore because it reads ``shift_labels``, that were not counted,
-    or that the loader meant to be ignored.
+    """Raise ValueError if the labels that the loss reads, ``shifted``, are not what the user means.
 
-    ``inputs`` makes both the same tensor. Values are compared only if the host may read them.
+    ``labels`` and ``shifted`` are the forward's ``labels`` and ``shift_labels``, which ``inputs`` makes the same
+    tensor. They must be equal, and hold as many valid labels as ``count`` was made for. If the loader marks tokens
+    without a label by another number than -100, they must not hold that number. Nothing is checked if the host may not
+    read the tensors.
     """
     if not isinstance(labels, Tensor) or not isinstance(shifted, Tensor) or not step.may_look_at(shifted):
         return
@@ -189,8 +198,10 @@ def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> N
 
 
 def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
-    """Raise ValueError for a number of labels that is not the one made with the labels,
-    if that one also contains how gradients are reduced.
+    """Raise ValueError if ``count`` is not the divisor that flexcp made with the labels, although it has to be.
+
+    It has to be if it is missing, or if gradients are averaged over several ranks, because flexcp's divisor then
+    contains their number.
     """
     if isinstance(count, ValidLabels) or (count is not None and share_factor(gradients, step.cp_size) == 1):
         return
@@ -202,7 +213,10 @@ def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
 
 
 def _with_a_row(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """On a rank without tokens, replace empty inputs by one row that no other row sees: models cannot handle none."""
+    """On a rank without tokens, replace empty inputs by one row of zeros, because models cannot run on none.
+
+    No other row sees it, and :func:`_without_the_row` removes it from the output.
+    """
     step = keywords.get("step")
     if torch.compiler.is_compiling():
         return None
@@ -224,13 +238,16 @@ def _one_row(x: Any) -> Any:
 
 
 def _with_count(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Replace :class:`ValidLabels` by its plain number."""
+    """Replace :class:`ValidLabels` in ``num_items_in_batch`` by its plain divisor."""
     found = keywords.get("num_items_in_batch")
     return (arguments, keywords | {"num_items_in_batch": found.count}) if isinstance(found, ValidLabels) else None
 
 
 def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Fill in the step's positions if none are given, and raise for positions that only number rows."""
+    """Fill in the step's positions if none are given, and raise ValueError for positions that only number rows.
+
+    Also raise ValueError for a wrong number of rows, and under torch.compile for missing positions.
+    """
     step = keywords.get("step")
     if not isinstance(step, Step):
         return None
@@ -255,8 +272,9 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
 
 
 def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Without a step, pass the borders of documents in a form that reaches attention,
-    because Llama 4 does not pass positions to its attention layers.
+    """Without a step, tell a model with chunked layers the borders of documents as ``cu_seq_lens_q``.
+
+    Llama 4 does not pass positions to its attention layers, and ``cu_seq_lens_q`` reaches them.
     """
     config = getattr(module, "config", None)
     chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
@@ -272,7 +290,7 @@ def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[
 
 
 def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:
-    """Raise ValueError if the number of ids or embeddings is not that of this rank's rows."""
+    """Raise ValueError if the number of ids or embeddings is not that of this rank's rows (1 if it has none)."""
     for name in ("input_ids", "inputs_embeds"):
         given = arguments[0] if arguments and name == "input_ids" else keywords.get(name)
         if isinstance(given, Tensor) and given.shape[1] != max(1, step.local_tokens):
@@ -288,8 +306,9 @@ def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], 
 def positions_given(
     module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[int | None, Any]:
-    """Return the index of ``position_ids`` among a forward's parameters (None if it has none),
-    and the value given for them, or None.
+    """Return the index of ``position_ids`` among the parameters of a model's forward, and the value given for it.
+
+    The index is None if forward has no such parameter, the value None if none is given.
     """
     names = list(inspect.signature(module.forward).parameters)
     if "position_ids" not in names:
@@ -326,8 +345,9 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
 
 
 def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
-    """Return the loss of a model that was given shifted labels and a divisor,
-    if its output (possibly a tuple) has one.
+    """Return the loss in a model's output (possibly a tuple), or None if it has none.
+
+    Only a model that was given shifted labels and a divisor can have one.
     """
     if keywords.get("shift_labels") is None or keywords.get("num_items_in_batch") is None:
         return None
@@ -336,8 +356,9 @@ def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
 
 
 def _without_the_row(module: nn.Module, output: Any) -> Any:
-    """Return the output without the row of :func:`_with_a_row`. Gradients still flow through it as zeros,
-    so that all parameters have one.
+    """Return the output without the row that :func:`_with_a_row` added, if it did.
+
+    Gradients still flow through that row as zeros, so that all parameters have one.
     """
     if not getattr(module, _ROW, False):
         return output

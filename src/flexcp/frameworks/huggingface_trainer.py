@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 
 def of_the_batch(found: Any, step: Step) -> Any:
-    """Return an evaluated loss as that of the whole batch on every rank,
-    because the Trainer weights ranks' losses by documents.
+    """Return an evaluated loss as that of the whole batch, the mean of the ranks' values, the same on every rank.
+
+    The Trainer weights the losses of ranks by documents. ``found`` is the loss, or a tuple that begins with it.
     """
     loss = found[0] if isinstance(found, tuple) else found
     mean = step.collectives.summed("evaluation", loss.detach()) / step.cp_size
@@ -65,10 +66,10 @@ def prepared(
 ) -> dict[str, Any]:
     """Return the keywords of the model's forward for this rank, from the batch that its collator made.
 
-    ``group`` is all ranks by default. ``gradients`` says how gradients are reduced over them, as in
-    :func:`flexcp.Step.loss`: with ``"summed"``, ``model(**prepared).loss`` is this rank's sum / the valid labels of all
-    ranks; with ``"averaged"`` (DDP, Accelerate) it is multiplied by the number of ranks. ``options`` go to the
-    planner's call (``masks=``, ``tokens=``).
+    Every rank of ``group``, by default all ranks, calls this with a batch of its own. ``gradients`` says how gradients
+    are reduced over them, as in :func:`flexcp.Step.loss`: with ``"summed"``, ``model(**prepared).loss`` is this rank's
+    sum / the valid labels of all ranks; with ``"averaged"`` (DDP, Accelerate) it is multiplied by the number of ranks.
+    ``options`` go to the planner's call (``masks=``, ``tokens=``).
 
     A batch without ``labels`` is trained on every next token, prompts included. To train on answers alone, let the
     collator return labels that are not shifted, with -100 at tokens that are not to be predicted.
@@ -84,12 +85,12 @@ def prepared(
 
 
 class FlexcpTrainer(Trainer):
-    """A Trainer whose ranks share every batch, alone or in front of another trainer: ``class T(FlexcpTrainer,
-    SFTTrainer)``.
+    """A Trainer whose ranks share every batch, alone or in front of another trainer.
 
-    ``cluster`` describes the machine, and heads and dtype are taken from the model; or ``planner`` plans, for as many
-    ranks as the Trainer has. ``options`` go to the planner's call (``masks=``, ``tokens=``). Everything else is as in
-    the Trainer. Logs have ``tokens_per_second`` (of all ranks), ``attention_balance`` and ``token_balance`` (the
+    In front of another it is ``class T(FlexcpTrainer, SFTTrainer)``. Give either ``cluster`` or ``planner``, else
+    ValueError: ``cluster`` describes the machine, and heads and dtype are taken from the model; ``planner`` plans for
+    as many ranks as the Trainer has. ``options`` go to the planner's call (``masks=``, ``tokens=``). Everything else is
+    as in the Trainer. Logs have ``tokens_per_second`` (of all ranks), ``attention_balance`` and ``token_balance`` (the
     busiest rank over the mean) beside the loss.
     """
 
@@ -128,7 +129,11 @@ class FlexcpTrainer(Trainer):
             self._batches.note(step)
 
     def _refuse(self) -> None:
-        """Raise for settings that would give other losses for a batch that ranks share."""
+        """Raise for settings under which the loss of a batch that ranks share would be wrong.
+
+        ValueError: another number of ranks than the planner's, or losses averaged by rank. NotImplementedError:
+        parallelism by Accelerate, or a model that does not take the number of labels.
+        """
         ranks = self.accelerator.num_processes
         _refuse_parallelism(self.accelerator)
         if self._planner.cluster.ranks != ranks:
@@ -148,7 +153,10 @@ class FlexcpTrainer(Trainer):
             )
 
     def _model_takes_the_loss(self) -> bool:
-        """Return whether the model computes the loss from its labels, and not a trainer or a user's function."""
+        """Return whether the model computes the loss from its labels, and logits are not needed row by row.
+
+        Otherwise another trainer, label smoothing or the user's function computes it.
+        """
         after = type(self).__mro__[type(self).__mro__.index(FlexcpTrainer) + 1 :]
         theirs = next(kind for kind in after if "compute_loss" in vars(kind))
         return (
@@ -167,7 +175,11 @@ class FlexcpTrainer(Trainer):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Shard a batch; the Trainer calls this before every forward of training and evaluation."""
+        """Return a function that makes an empty context, and the inputs of the model's forward.
+
+        The inputs are this rank's rows of the shared batch if the model computes the loss, else the given ones. The
+        Trainer calls this before every forward of training and evaluation.
+        """
         return nullcontext, self._prepared(inputs) if self._model_takes_the_loss() else inputs
 
     def compute_loss(
@@ -178,8 +190,10 @@ class FlexcpTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **keywords: Any,
     ) -> Any:
-        """Return the trainer's loss, from a prepared batch or a shared forward;
-        raises if the model did not use the step.
+        """Return the trainer's loss, from a prepared batch or a shared forward.
+
+        If the model itself computes it, an evaluated loss is that of the whole batch on every rank. Raise RuntimeError
+        if the model did not use the step.
         """
         if not self._model_takes_the_loss():
             self._refuse_lost_borders(inputs)
@@ -201,7 +215,10 @@ class FlexcpTrainer(Trainer):
         return loss if torch.is_grad_enabled() else of_the_batch(loss, step)
 
     def _refuse_lost_borders(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError for packed batches (by TRL's arguments) that do not say where documents begin."""
+        """Raise ValueError if TRL's arguments ask for packing, but the batch does not say where documents begin.
+
+        TRL's ``"wrapped"`` packing has no such borders and is accepted.
+        """
         packed = getattr(self.args, "packing", False) and getattr(self.args, "packing_strategy", "wrapped") != "wrapped"
         if packed and not BORDERS & set(inputs):
             raise ValueError(
@@ -212,7 +229,7 @@ class FlexcpTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Run the trainer's prediction step; if logits are needed, they come back row by row."""
+        """Run the trainer's prediction step; logits, if needed, are those of this rank's own rows of the batch."""
         with self._with_rows(not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
@@ -225,13 +242,14 @@ class FlexcpTrainer(Trainer):
             self._rows_wanted = before
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """Log the trainer's entry; beside a training loss also tokens per second and the balance of ranks."""
+        """Log the trainer's entry; if it has a training loss, add tokens per second and the balance of ranks."""
         super().log(logs | self._batches.entries() if "loss" in logs else logs, *arguments, **keywords)
 
 
 def _refuse_parallelism(owner: Any) -> None:
-    """Raise NotImplementedError if training arguments or an accelerator also share batches
-    by Accelerate's own parallelisms.
+    """Raise NotImplementedError if Accelerate's own parallelism is on besides flexcp.
+
+    ``owner`` is anything that may have a ``parallelism_config``, such as training arguments or an accelerator.
     """
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(getattr(owner, "parallelism_config", None), name, 1)
@@ -249,5 +267,5 @@ def _model_inside(trainer: Trainer, model: Any) -> Any:
 
 
 def _dtype(arguments: Any, model: Any) -> Any:
-    """Return the dtype in which attention computes: autocast's if the arguments turn it on."""
+    """Return the dtype in which attention computes: that of autocast if the arguments turn it on, else the model's."""
     return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else model.dtype

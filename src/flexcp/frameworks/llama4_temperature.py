@@ -1,9 +1,9 @@
-"""Llama 4's attention temperature: layers without RoPE scale queries by their position,
-which the model takes from the row number.
+"""Llama 4's attention temperature: correct the scale that layers without RoPE give their queries.
 
-A rank's rows are not the tokens of one document, so queries are scaled for the wrong position. Both scales are known:
-:func:`retuned` divides by the scale that the model used and multiplies by that of the token's position in its document.
-Both are 1 for the first ``floor_scale`` tokens (8,192 in the released models), and queries then stay bitwise the same.
+These layers scale queries by their position, which the model takes from the row number. A rank's rows are not the
+tokens of one document, so queries are scaled for the wrong position. Both scales are known: :func:`retuned` divides by
+the scale that the model used and multiplies by that of the token's position in its document. Both are 1 at positions
+below ``floor_scale - 1`` (``floor_scale`` is 8,192 in the released models), and queries then stay bitwise the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 
 def retuned(module: nn.Module, q_THD: Tensor, rows: int, positions_T: Tensor) -> Tensor:
-    """Return queries ``[T, H, D]`` scaled by their positions,
-    instead of by their row number in rows of ``rows`` tokens as the model scaled them.
+    """Return queries ``[T, H, D]`` scaled for their positions ``[T]``, instead of for their row numbers.
+
+    ``rows`` is the length of the rows in which the model numbered them. Layers without such a scale get their queries
+    back unchanged. Raise NotImplementedError under torch.compile.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q_THD

@@ -50,20 +50,24 @@ from flexcp.masks import causal, window
 from flexcp.planner import Planner
 
 FULL, WINDOW = "full", "window"
+"""Names of a plan's masks: of layers that see all keys that the mask allows, and of layers with a window."""
 IGNORE = -100
+"""The mark of tokens without a label, before labels are handed to Megatron."""
 
 
 @dataclass
 class PlannedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's per-micro-batch parameters, with the step."""
+    """Megatron's parameters of one micro-batch, which every layer gets, with the step that its attention runs under."""
 
     step: Step | None = None
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's share of a micro-batch: tensors ``[1, local tokens]``,
-    and the parameters that carry the step to the layers.
+    """This rank's rows of a micro-batch, each tensor ``[1, local tokens]``.
+
+    ``labels`` are next tokens, 0 where there is none; ``loss_mask`` is 1 at tokens with a label, else 0.
+    ``packed_seq_params`` carry the step to the layers.
     """
 
     tokens: Tensor
@@ -72,7 +76,10 @@ class MicroBatch:
     position_ids: Tensor
     packed_seq_params: PlannedSequences
     padding_mask: Tensor | None = None
-    """True at pads; set for models with experts."""
+    """True at pads; None if there are none or the model has no experts.
+
+    It is also None if sequence and pipeline parallelism are both on.
+    """
 
     @property
     def step(self) -> Step:
@@ -83,7 +90,10 @@ class MicroBatch:
 
 
 def planned_spec(spec: Any) -> Any:
-    """Return a copy of a layer spec, or of a block's layer specs, in which self-attention runs under the plan."""
+    """Return a copy of a layer spec, or of a block's layer specs, in which self-attention runs under the plan.
+
+    Raise NotImplementedError for a layer without a core attention.
+    """
     found = copy.deepcopy(spec)
     layers = found.layer_specs if isinstance(found, TransformerBlockSubmodules) else [found]
     for layer in layers:
@@ -99,8 +109,9 @@ def planned_spec(spec: Any) -> Any:
 
 
 def adapt(model: Any) -> Any:
-    """Make a Megatron model's rotary embeddings take their positions from the plan, and return the model.
-    Call it once, before the model is wrapped.
+    """Make a Megatron model's rotary embeddings take their positions from the plan, and return the same model.
+
+    Call it before the model is wrapped. Raise NotImplementedError for multi-token prediction and mrope.
     """
     if getattr(model.config, "mtp_num_layers", None):
         raise NotImplementedError(
@@ -117,7 +128,7 @@ def adapt(model: Any) -> Any:
 
 
 class PlannedAttention(MegatronModule):  # type: ignore[misc]
-    """Core attention over the whole pool, with the constructor and the call of Megatron's own."""
+    """Core attention under a plan, over all ranks that share a micro-batch, with the signatures of Megatron's own."""
 
     def __init__(
         self,
@@ -154,8 +165,10 @@ class PlannedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return ``[tokens, 1, heads x v_head_dim]`` for inputs ``[tokens, 1, heads, head_dim]``;
-        inputs without the 1 give a result without it.
+        """Return ``[tokens, 1, heads x v_head_dim]`` for inputs ``[tokens, 1, heads, head_dim]``.
+
+        Inputs without the 1 give a result without it. ``packed_seq_params`` must be a :class:`PlannedSequences`; an
+        ``attention_mask`` raises ValueError, because the plan has the mask.
         """
         step = step_of(packed_seq_params)
         if attention_mask is not None:
@@ -174,7 +187,7 @@ class PlannedAttention(MegatronModule):  # type: ignore[misc]
 
 
 class PlannedRotary(torch.nn.Module):
-    """A rotary embedding whose "length" is the step, and whose angles are those of the step's local positions."""
+    """A rotary embedding that takes a step in place of the length, and returns the angles of this rank's positions."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -203,7 +216,7 @@ class PlannedRotary(torch.nn.Module):
 
 
 def step_of(packed_seq_params: Any) -> Step:
-    """Return the step from Megatron's per-micro-batch parameters."""
+    """Return the step from Megatron's parameters of a micro-batch; raise ValueError if they carry none."""
     if not isinstance(packed_seq_params, PlannedSequences) or packed_seq_params.step is None:
         raise ValueError(
             "this model runs under a plan: call it with the packed_seq_params of a flexcp MicroBatch "
@@ -216,12 +229,12 @@ def step_of(packed_seq_params: Any) -> Step:
 
 
 def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
-    """Return a planner for a ``TransformerConfig``, with this rank's heads under tensor parallelism
-    and the cost of the other layers.
+    """Return a planner for a ``TransformerConfig``.
 
-    ``cluster`` describes the pool: data-parallel x context-parallel ranks. Megatron numbers tensor-parallel ranks
-    first, so with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool. ``options`` go to
-    :class:`flexcp.Planner`.
+    It plans for this rank's heads under tensor parallelism, and knows the cost of the other layers. ``cluster``
+    describes the pool, the data-parallel x context-parallel ranks that share a micro-batch. Megatron numbers
+    tensor-parallel ranks first, so with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool.
+    ``options`` go to :class:`flexcp.Planner`.
     """
     tp = config.tensor_model_parallel_size
     if config.multi_latent_attention:
@@ -248,8 +261,10 @@ def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
 
 
 def layer_masks(config: Any, mask: MaskLike | None = None) -> dict[str, tuple[MaskLike, int]]:
-    """Return the masks of a model's layers: ``mask`` (causal by default),
-    and the config's window if some layers have one.
+    """Return the masks of a model's layers, each with the number of layers that use it, by name.
+
+    ``"full"`` is ``mask``, causal by default; ``"window"`` is the config's window. A name is left out if no layer uses
+    it. A ``mask`` in a model with window layers raises NotImplementedError.
     """
     layers = range(1, config.num_layers + 1)
     windowed = sum(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, n) for n in layers)
@@ -280,10 +295,12 @@ def data_iterator(
 ) -> Any:
     """Return Megatron's data iterator over planned micro-batches; every rank of every stage reads the same ``batches``.
 
-    A batch is the documents of one micro-batch of the whole pool, each a tensor of token ids. ``group`` is the pool (by
-    default Megatron's data-parallel group with context parallelism), ``device`` the place of the tensors. Token counts
-    are rounded up to a multiple of ``pad_to``: with the most tokens a rank ever keeps, every micro-batch has the same
-    shape.
+    A batch is the documents of one micro-batch of the whole pool, each a tensor of token ids. ``config`` is the
+    ``TransformerConfig``, ``mask`` the mask of its layers without a window (causal by default). ``group`` is the pool,
+    by default Megatron's data-parallel group with context parallelism, and ``device`` the place of the tensors.
+    ``tokens`` says how many tokens ranks keep, as in the planner's call; ``"equal"`` gives all ranks the same number.
+    Token counts are rounded up to a multiple of ``pad_to``. If that is the most tokens that a rank ever keeps, every
+    micro-batch has the same shape.
     """
     pool = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
     return RerunDataIterator(
@@ -303,7 +320,12 @@ def micro_batch(
     pad_to: int = 1,
     device: torch.device | str | None = None,
 ) -> MicroBatch:
-    """Plan one micro-batch, bind it to the pool and take this rank's share. Every rank of the pool calls it."""
+    """Plan one micro-batch, bind it to the pool ``group`` and return this rank's rows. Every rank of the pool calls it.
+
+    The arguments are those of :func:`data_iterator`. Raise ValueError if sequence parallelism is on and ``tokens`` is
+    not ``"equal"``, and if a pipeline without ``variable_seq_lengths`` gets another number of tokens than ``pad_to``
+    (rounded up for sequence parallelism).
+    """
     latent = config.multi_latent_attention
     if latent and config.context_parallel_size > 1:
         raise NotImplementedError(
@@ -347,7 +369,10 @@ def micro_batch(
 
 
 def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-    """Run Megatron's forward step for a language model; returns the losses and the loss function."""
+    """Run Megatron's forward step for a language model; return the losses of its tokens and the loss function.
+
+    ``iterator`` is that of :func:`data_iterator`.
+    """
     batch = next(iterator)
     more = {} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}
     losses = model(
@@ -357,7 +382,10 @@ def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, An
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (sum of this rank's losses, its tokens, both for the report), as ``calculate_per_token_loss`` needs."""
+    """Return (sum of this rank's losses, number of its labels, report), as ``calculate_per_token_loss`` needs.
+
+    ``losses`` has a value for each token. The report is ``{"lm loss": tensor([sum, number])}``.
+    """
     mask = loss_mask.flatten()
     # A pad's loss is multiplied by 0 but stays in the sum, so that every rank takes part in the backward.
     total = (losses.flatten().float() * mask).sum()
@@ -390,7 +418,7 @@ def _check_config(config: Any) -> None:
 
 
 def _sinks(config: Any, heads: int) -> Tensor | None:
-    """Return the extra logit of each head that Megatron's softmax type adds, or None."""
+    """Return the extra logit of each of ``heads`` heads that Megatron's softmax type adds, or None if it adds none."""
     if config.softmax_type == "vanilla":
         return None
     zeros = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())

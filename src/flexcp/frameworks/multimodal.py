@@ -43,14 +43,17 @@ if TYPE_CHECKING:
 
 NAME = "flexcp-planned"
 TEXT, IMAGE, VIDEO = 0, 1, 2
+"""The kinds of tokens in :attr:`VisionDocument.kinds`."""
 
 
 @dataclass(frozen=True)
 class VisionDocument:
-    """One document: token ids (placeholders inside spans), the kind of each token, the patches of all its frames,
-    and its grids ``[spans, 3]``.
+    """One document with images or videos, each of which is a *span* of placeholder tokens.
 
-    ``seconds`` is the time between the frames of each video, from which Qwen2.5-VL computes positions; 1 by default.
+    ``tokens`` are token ids ``[tokens]``, and ``kinds`` the kind of each token: 0 text, 1 image, 2 video. ``patches``
+    are the patches of all its frames, a row for each. ``grids`` ``[spans, 3]`` has for each span its frames and the
+    patches of a frame down and across. ``seconds`` is the time between the frames of each video, from which Qwen2.5-VL
+    computes positions; 1 by default.
     """
 
     tokens: Tensor
@@ -62,7 +65,8 @@ class VisionDocument:
 
 def turn_on(model: PreTrainedModel) -> None:
     """Let all parts of ``model`` run attention under the ``step`` they are called with, with the plan's own mask.
-    A step that is not used raises.
+
+    From then on a call without a step raises ValueError, and one whose step is not used RuntimeError.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -76,7 +80,7 @@ def turn_on(model: PreTrainedModel) -> None:
 
 
 def _refuse_no_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Raise ValueError for a model that would number this rank's rows, because it was given no position_ids."""
+    """Raise ValueError if a model is given a step and no position_ids, because it would number this rank's rows."""
     at, given = positions_given(module, arguments, keywords)
     if isinstance(keywords.get("step"), Step) and at is not None and given is None:
         raise ValueError(
@@ -102,10 +106,11 @@ def planned_attention(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run attention of one layer, called by Transformers: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out.
+    """Run attention of one layer, called by Transformers: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out, and no weights.
 
     ``layer_mask`` names the plan's mask if there are several. ``is_causal`` is ignored because the plan has the mask,
-    and ``position_ids`` because queries and keys already include them.
+    and ``position_ids`` because queries and keys already include them. Raise ValueError without a step, and
+    NotImplementedError for a mask or a window.
     """
     refuse_ignored(module, others)
     if step is None:
@@ -121,15 +126,16 @@ def planned_attention(
 
 
 def no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
-    """Called by Transformers to make a mask; makes none, because the plan has the mask."""
+    """Make no mask, because the plan has it, where Transformers asks for one; raise NotImplementedError for padding."""
     refuse_padding(attention_mask)
 
 
 def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-    """Return the indices of this rank's rows that are image tokens, and ``[rows, merge, ...]`` the encoder's rows
-    that are merged into each. Differentiable.
+    """Return the indices of this rank's rows that are image tokens, and the encoder's rows that are merged into each.
 
-    ``features`` are this rank's rows under the ``encoder`` step. Both steps must be bound to the same group.
+    Tokens of videos are included. The second result is ``[image tokens, merge, ...]``, moved here from the ranks that
+    encoded the patches. Differentiable. ``features`` are this rank's rows under the ``encoder`` step. Both steps must
+    be bound to the same group, and their plans made for ``batch``, else ValueError.
     """
     if encoder.cp_size != language.cp_size or encoder.rank != language.rank:
         raise ValueError(
@@ -154,8 +160,9 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
 
 
 def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], int]]:
-    """Return ``masks=`` for the encoder's plan: the masks of the batch's frames
-    with the number of layers of ``model`` that use each.
+    """Return ``masks=`` for the encoder's plan: masks for the batch's frames, and how many layers use each, by name.
+
+    Raise ValueError if the windows of ``batch`` are not those of the model's encoder.
     """
     visual = model.model.visual
     _check_window(visual, batch)
@@ -167,11 +174,12 @@ def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], 
 def qwen_vl(
     model: Any, documents: Sequence[VisionDocument], batch: ImageBatch, encoder: Step, language: Step
 ) -> Tensor:
-    """Return the logits ``[local tokens, vocabulary]`` of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL
-    ``ForConditionalGeneration``.
+    """Return the logits ``[local tokens, vocabulary]`` of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model.
 
-    Every rank is given all documents. The encoder's plan has the masks of :func:`encoder_masks`. Qwen3-VL writes a time
-    before every frame of a video, so in its documents each frame is a span of its own.
+    ``model`` is its ``ForConditionalGeneration``. Every rank is given all documents, and ``batch`` describes the same
+    documents. ``encoder`` and ``language`` are the steps of the two plans; the encoder's plan has the masks of
+    :func:`encoder_masks`. Qwen3-VL writes a time before every frame of a video, so in its documents each frame is a
+    span of its own.
     """
     visual, text = model.model.visual, model.model.language_model
     features = encoded(visual, documents, batch, encoder)  # [local patches, levels, width]
@@ -195,8 +203,10 @@ def qwen_vl(
 
 
 def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch, step: Step) -> Tensor:
-    """Return this rank's patches, unmerged, ``[local patches, levels, width]``: after the last block,
-    and after the blocks whose results Qwen3-VL also uses.
+    """Return this rank's patches after the encoder, not yet merged into tokens, ``[local patches, levels, width]``.
+
+    The first level is the result of the last block; Qwen3-VL also uses those of some earlier blocks, which follow.
+    ``visual`` is the model's encoder, ``step`` that of the encoder's plan.
     """
     from transformers.vision_utils import get_vision_position_ids
 
@@ -221,7 +231,7 @@ def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch,
 
 
 def _learned_positions(visual: Any, grids: Tensor, step: Step) -> Tensor:
-    """Return Qwen3-VL's table of positions, interpolated for this rank's patches."""
+    """Return Qwen3-VL's learned positions, interpolated for this rank's patches, ``[local patches, width]``."""
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
     indices, weights = get_vision_interpolation_indices_and_weights(
@@ -236,7 +246,7 @@ def _learned_positions(visual: Any, grids: Tensor, step: Step) -> Tensor:
 
 
 def _check_window(visual: Any, batch: ImageBatch) -> None:
-    """Raise ValueError for a batch whose windows are not the encoder's."""
+    """Raise ValueError if the windows of ``batch`` have another side than those of the encoder (0 for none)."""
     side = 0
     if hasattr(visual, "fullatt_block_indexes"):
         side = visual.window_size // visual.spatial_merge_size // visual.patch_size
@@ -248,7 +258,10 @@ def _check_window(visual: Any, batch: ImageBatch) -> None:
 
 
 def _positions(model: Any, document: VisionDocument) -> Tensor:
-    """Return time, height and width of each token, ``[3, tokens]``, as the model counts them."""
+    """Return the positions of each token in time, height and width, ``[3, tokens]``, as the model counts them.
+
+    Raise ValueError for a Qwen3-VL document in which a span has several frames.
+    """
     if hasattr(model.visual, "deepstack_merger_list") and (document.grids[:, 0] > 1).any():
         raise ValueError(
             f"a span of {int(document.grids[:, 0].max())} frames: Qwen3-VL writes a time before every frame, so give "

@@ -39,8 +39,11 @@ IGNORE = -100
 
 
 class PlannedMicroBatches:
-    """The micro-batches of a global batch, bound to this stage's pool.
-    Every rank of every stage makes them from the same plans.
+    """The micro-batches of a global batch, bound to the ranks of this pipeline stage.
+
+    ``parts`` has for each micro-batch the numbers of its documents and its plan, as ``planner.micro_batches`` returns
+    them; every rank of every stage passes the same. ``group`` is the ranks of this stage. Raise ValueError unless all
+    ranks keep the same number of tokens in all micro-batches.
     """
 
     def __init__(
@@ -64,24 +67,32 @@ class PlannedMicroBatches:
         return len(self.steps)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of ``schedule.step`` that bring each micro-batch its step."""
+        """Return keywords for ``schedule.step``, by which :class:`PlannedStage` finds the step of each micro-batch."""
         return {"number": torch.arange(len(self)), "steps": self.steps}
 
     def shard(self, documents: Sequence[Tensor]) -> Tensor:
-        """Return this rank's rows of the global batch's documents, ``[micro-batches, local tokens, ...]``."""
+        """Return this rank's rows of the global batch's documents, ``[micro-batches, local tokens, ...]``.
+
+        ``documents`` has a tensor with a row for each token, for every document of the global batch.
+        """
         return self._stacked(documents, lambda step, stream: step.shard(stream))
 
     def labels(self, documents: Sequence[Tensor], ignore: int = IGNORE) -> Tensor:
-        """Return the next-token labels of :meth:`shard`'s rows."""
+        """Return the next-token labels of :meth:`shard`'s rows, ``[micro-batches, local tokens]``.
+
+        ``ignore`` marks pads and the last tokens of documents.
+        """
         return self._stacked(documents, lambda step, stream: step.labels(stream, ignore))
 
     def loss(
         self, documents: Sequence[Tensor], ignore: int = IGNORE, gradients: Gradients = "summed"
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch.
+        """Return the schedule's ``loss_fn``: this rank's sum for a micro-batch / the next tokens of the global batch.
 
-        Make the schedule with ``scale_grads=False`` and sum losses over micro-batches. Sum gradients over the pool, or
-        pass ``gradients="averaged"`` if they are averaged (see ``step.loss``).
+        The divisor is the sum of ``len(d) - 1`` over all ``documents``; labels that you leave out by ``ignore`` still
+        count in it. Make the schedule with ``scale_grads=False`` and sum losses over micro-batches. Sum gradients over
+        the ranks of the stage, or pass ``gradients="averaged"`` if they are averaged (see ``step.loss``). Raise
+        NotImplementedError for documents that branch.
         """
         for step in self.steps:
             refuse_branches(step.plan.batch, "this loss knows")
@@ -104,7 +115,10 @@ class PlannedMicroBatches:
 
 
 class PlannedStage(nn.Module):
-    """A part of a model that is called with the ``step`` of its micro-batch."""
+    """A part of a model that is called with the ``step`` of its micro-batch.
+
+    Its forward takes the keywords of :meth:`PlannedMicroBatches.keywords`.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Rollouts: the micro-batches of a reinforcement-learning step, run by all ranks together,
-with results in the caller's order.
+"""Rollouts: the micro-batches of a reinforcement-learning step, run by all ranks together.
+
+Results come back in the caller's order.
 
     for part in shared_rollouts(rollouts, planner, masks=huggingface.masks(model.config)):    # ids of each of this rank
         log_probs = part.log_probs(model(**part.inputs).logits[0])
@@ -36,12 +37,12 @@ from flexcp.planner import Planner
 
 @dataclass(frozen=True)
 class RolloutPart:
-    """One micro-batch: this rank's rows, and which of this rank's rollouts are part of it."""
+    """One micro-batch: this rank's ``rows`` of it, and which of this rank's own rollouts are part of it."""
 
     rollouts: list[int]
-    """Numbers of this rank's rollouts in the micro-batch, in order."""
+    """The numbers of this rank's rollouts in the micro-batch, in the order of its stream."""
     lengths: list[int]
-    """Tokens of each of these rollouts."""
+    """The tokens of each rollout in ``rollouts``."""
     rows: Rows
 
     @property
@@ -56,9 +57,10 @@ class RolloutPart:
         }
 
     def of(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of this micro-batch's rollouts end to end; ``values`` has a tensor for each of the rank's
-        rollouts,
-        with one entry per token.
+        """Return the values of those of this rank's rollouts that are in this micro-batch, end to end.
+
+        ``values`` has a tensor with one entry per token for each of this rank's rollouts. Raise ValueError if a tensor
+        has another length.
         """
         found = [values[number] for number in self.rollouts]
         for number, value, length in zip(self.rollouts, found, self.lengths, strict=True):
@@ -70,17 +72,17 @@ class RolloutPart:
         return torch.cat(found) if found else values[0][:0] if values else torch.zeros(0)
 
     def returned(self, values: Tensor) -> Tensor:
-        """Return values of this rank's rows, ``[rows, ...]``, as values of this rank's rollouts end to end.
+        """Return values of this rank's rows, ``[rows, ...]``, as values of this rank's own rollouts end to end.
 
-        Differentiable; every rank calls it.
+        The values of a rollout's tokens come from the ranks that computed them. Differentiable; every rank calls it.
         """
         return self.rows.step.losses.say(self.rows.returned(values))
 
     def log_probs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """Return the log-probability of each token of this rank's rollouts given the tokens before it, end to end;
-        0 for the first token of each.
+        """Return the log-probability of each token of this rank's rollouts in the micro-batch, end to end.
 
-        ``logits`` are those of this rank's rows, ``[rows, vocabulary]``; one number per row is sent.
+        Each is given the tokens before it; the first token of a rollout has 0. ``logits`` are those of this rank's
+        rows, ``[rows, vocabulary]``, and are divided by ``temperature``. One number per row is sent.
         """
         labels = self.rows.labels
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -96,8 +98,9 @@ def shared_rollouts(
 ) -> Iterator[RolloutPart]:
     """Yield the micro-batches of the rollouts of all ranks; a single one if the planner has no cap.
 
-    ``rollouts`` are this rank's, at least one, each as token ids ``[tokens]``; ``options`` go to the planner's call.
-    Every rank of ``group``, all by default, must call this and run every forward and backward.
+    A cap is the planner's ``max_tokens_per_rank`` or ``max_memory_per_rank``. ``rollouts`` are this rank's, at least
+    one, each as token ids ``[tokens]``; ``options`` go to the planner's call. Every rank of ``group``, all by default,
+    must call this and run every forward and backward.
     """
     if not rollouts:
         raise ValueError("a rank needs at least one rollout: deal them so that none has nothing")

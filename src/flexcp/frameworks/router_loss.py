@@ -19,8 +19,10 @@ COEFFICIENT = "router_aux_loss_coef"
 
 
 def with_shared_router_loss(module: nn.Module, output: Any, step: Step, gradients: Gradients) -> Any:
-    """Return a model's output with this rank's share of its router loss instead of the whole value;
-    the same output if it has none.
+    """Return a model's output with this rank's share of the router loss in its loss, instead of the whole value.
+
+    An output without a router loss is returned as it is, and so is any on a single rank. ``gradients`` says how
+    gradients are reduced over ranks.
     """
     is_tuple = isinstance(output, tuple)
     router_loss = output[1] if is_tuple and len(output) > 1 else getattr(output, "aux_loss", None)
@@ -37,7 +39,10 @@ def with_shared_router_loss(module: nn.Module, output: Any, step: Step, gradient
 
 
 def refuse_whole_router_loss(module: nn.Module, step: Step) -> None:
-    """Raise ValueError for a model that adds a router loss and was not turned on, so that nothing can share it."""
+    """Raise ValueError for a model on several ranks that adds a router loss, because nothing would weight it by rank.
+
+    It is called for models that were not turned on by :func:`flexcp.frameworks.huggingface.turn_on`.
+    """
     if step.cp_size > 1 and getattr(getattr(module, "config", None), "output_router_logits", False):
         raise ValueError(
             f"this model adds the load-balancing loss of its experts (output_router_logits) on each of {step.cp_size} "
@@ -47,7 +52,7 @@ def refuse_whole_router_loss(module: nn.Module, step: Step) -> None:
 
 
 def _coefficient(module: nn.Module) -> float:
-    """Return the factor of a model's router loss."""
+    """Return the factor of a model's router loss; raise NotImplementedError if neither model nor config has it."""
     for holder in (module, getattr(module, "config", None)):
         found = getattr(holder, COEFFICIENT, None)
         if found is not None:

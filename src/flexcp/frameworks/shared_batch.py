@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 IGNORE = -100
+"""The label of tokens that are not to be predicted."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """This rank's rows of the batch, tensors ``[rows]``; labels are shifted.
-    Never empty: a rank without tokens has one row that no other row sees.
+    """This rank's rows of a batch: token ids, positions and shifted labels, each ``[rows]``.
+
+    They are never empty: a rank without tokens has one row that no other row sees.
     """
 
     step: Step
@@ -39,20 +41,21 @@ class Rows:
     positions: Tensor
     labels: Tensor
     loaded: tuple[range, ...] = ()
-    """The range of stream tokens that each rank loaded, if ranks loaded their own documents."""
+    """For each rank the range of stream tokens that it loaded, if ranks loaded their own documents."""
 
     def returned(self, values: Tensor) -> Tensor:
-        """Return values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded,
-        in their order. Differentiable.
+        """Return values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded.
 
-        Every rank has to call it and to run its backward.
+        They are in the order in which the rank loaded them. Differentiable. Every rank has to call it and to run its
+        backward.
         """
         return self.step.relayout(values[: self.step.local_tokens], self.loaded)
 
 
 def lengths_of(positions: Tensor) -> list[int]:
-    """Return the document lengths in a ``[rows, tokens]`` tensor of positions;
-    a document begins where a position is not its predecessor plus 1.
+    """Return the document lengths in a ``[rows, tokens]`` tensor of positions, row after row.
+
+    A document begins where a position is not its predecessor plus 1, and with each row.
     """
     found = []
     for row in positions.cpu():
@@ -62,7 +65,10 @@ def lengths_of(positions: Tensor) -> list[int]:
 
 
 def next_in_document(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the labels of a stream: each token's successor, :data:`IGNORE` at the end of each document."""
+    """Return the labels of a stream: each token's successor, and -100 at the end of each document.
+
+    ``lengths`` are those of the documents.
+    """
     labels = torch.roll(tokens, -1, 0)
     labels[torch.tensor(lengths, dtype=torch.int64).cumsum(0).to(tokens.device) - 1] = IGNORE
     return labels
@@ -79,8 +85,9 @@ def share(
 ) -> Rows:
     """Return this rank's rows of the batch that all ranks of ``group`` loaded together.
 
-    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of
-    ``planner``, a :class:`flexcp.Planner` or a function with the same call.
+    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``, and ``lengths`` the tokens of
+    each document. ``options`` go to the call of ``planner``, a :class:`flexcp.Planner` or a function with the same
+    call. Every rank of the group calls this.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
     parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
@@ -92,7 +99,7 @@ def share(
 
 
 def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
-    """Return this rank's rows of a stream and of its shifted labels."""
+    """Return this rank's rows of a stream and its shifted labels; raise NotImplementedError if a document branches."""
     refuse_branches(step.plan.batch, "shifted labels know")
     if step.local_tokens == 0:
         return Rows(step, tokens.new_zeros(1), tokens.new_zeros(1), labels.new_full((1,), IGNORE))
@@ -100,7 +107,10 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
 
 
 def gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Gather 1-D integer tensors from all ranks, with one exchange of sizes and one of the contents."""
+    """Gather 1-D integer tensors from all ranks, with one exchange of sizes and one of the contents.
+
+    The result has for each tensor a list with that tensor of every rank, int64. Ranks may have different lengths.
+    """
     collectives = Collectives(group, DEFAULT_TIMEOUT)
     sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
     counts = [size.tolist() for size in collectives.gathered("the exchange of batch sizes", sizes)]

@@ -1,5 +1,4 @@
-"""Shared forwards: every rank calls a model with its own documents,
-and all ranks together run the documents of all.
+"""Shared forwards: every rank calls a model with its own documents, and all ranks together run the documents of all.
 
     shared = share_forward(model, planner, masks=huggingface.masks(model.config))
     out = model(input_ids=..., attention_mask=..., labels=...)      # on every rank, with documents of its own
@@ -42,12 +41,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "return_dict", "use_cache"}
-"""Keywords that mean the same for any rows, and are passed on to the model."""
+"""Keywords that mean the same for any rows, and are passed on to the model; ``use_cache`` is always passed as False."""
 
 
 class LastPlan:
-    """A planner that keeps its last plan, for several models that see the same documents
-    (a policy and its reference).
+    """A planner that keeps its last plan, for several models that see the same documents.
+
+    Such models are a policy and its reference. ``options`` go to the planner's call.
     """
 
     def __init__(self, planner: Planner, options: Mapping[str, Any]) -> None:
@@ -56,14 +56,17 @@ class LastPlan:
         self.plan: Plan | None = None
 
     def __call__(self, lengths: list[int]) -> Plan:
-        """Return the plan for documents of these lengths."""
+        """Return the plan for documents of these lengths; the last one if they are the same."""
         if self.plan is None or lengths != self.lengths:
             self.plan, self.lengths = self.planner(lengths, **self.options), lengths
         return self.plan
 
 
 class SharedForward:
-    """The shared forward of a model, made by :func:`share_forward`."""
+    """The shared forward of a model, made by :func:`share_forward`.
+
+    ``planner`` plans each batch, and ``group`` is the ranks that share it (None: all).
+    """
 
     def __init__(self, model: PreTrainedModel, planner: LastPlan, group: dist.ProcessGroup | None) -> None:
         self.planner, self.group = planner, group
@@ -77,7 +80,10 @@ class SharedForward:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Use the model's own forward and attention inside the block, on each rank alone."""
+        """Use the model's own forward and attention inside the ``with`` block, on each rank alone.
+
+        If the model's own attention was flexcp's already, it is ``"sdpa"`` there.
+        """
         if self.paused:
             yield
             return
@@ -90,7 +96,11 @@ class SharedForward:
             self.paused = False
 
     def run(self, keywords: Mapping[str, Any]) -> Any:
-        """Return the model's output for this rank's documents, computed by all ranks together."""
+        """Return the model's output for this rank's documents, computed by all ranks together.
+
+        ``keywords`` are those of the model's forward; every rank must call this. Raise RuntimeError if the model did
+        not use the step.
+        """
         _refuse_keywords(keywords)
         batch = read_batch({name: value for name, value in keywords.items() if name in KNOWN})
         group = dist.group.WORLD if self.group is None else self.group
@@ -119,12 +129,12 @@ class SharedForward:
 def share_forward(
     model: PreTrainedModel, planner: Planner | LastPlan, group: dist.ProcessGroup | None = None, **options: Any
 ) -> SharedForward:
-    """Let every rank of ``group`` (all by default) call ``model`` with its own documents,
-    and run the documents of all ranks together.
+    """Let every rank call ``model`` with its own documents, and run the documents of all ranks together.
 
-    ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; wrap it in DDP or FSDP2 afterwards.
-    ``options`` go to the planner's call (``masks=``, ``tokens=``). Several models that see the same documents can share
-    one :class:`LastPlan`. A forward that is called with a step uses that step.
+    The ranks are those of ``group``, by default all. The model's ``forward`` and ``generate`` are replaced. ``model``
+    is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; wrap it in DDP or FSDP2 afterwards. ``options`` go to
+    the planner's call (``masks=``, ``tokens=``); with a :class:`LastPlan`, which several models that see the same
+    documents can share, they are not used. A forward that is called with a step uses that step.
     """
     given = planner if isinstance(planner, LastPlan) else LastPlan(planner, options)
     shared = SharedForward(model, given, group)
@@ -166,14 +176,21 @@ def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
 
 
 def _share_count(rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    """Return the count by which a rank's sum is divided to be its share of the batch's mean, for averaged gradients."""
+    """Return the number by which a rank's sum is divided to be its share of the batch's mean, for averaged gradients.
+
+    It is the valid labels of all ranks / the number of ranks.
+    """
     valid = (rows.labels != IGNORE).sum()
     dist.all_reduce(valid, group=group)
     return valid.clamp(min=1) / rows.step.cp_size
 
 
 def _returned(output: Any, rows: Rows, batch: Collated, keywords: Mapping[str, Any]) -> Any:
-    """Return the output with all per-token values in the places of the caller's tokens."""
+    """Return the output with all per-token values in the places of the caller's tokens.
+
+    ``rows`` are those that the model ran, ``batch`` is what the caller passed. Raise NotImplementedError for an output
+    that is not one of Transformers' own, such as a tuple.
+    """
     if not isinstance(output, dict):
         raise NotImplementedError(
             f"the model returned a {type(output).__name__}, not one of Transformers' outputs: leave return_dict out"

@@ -13,13 +13,17 @@ from flexcp.executor.step import Step
 
 @dataclass
 class SharedBatches:
-    """The batches that ranks shared since the last entry of the log."""
+    """What was counted of the batches that ranks shared since the last entry of the log.
+
+    ``began`` is the time of the first batch (``perf_counter``), None before it; ``tokens`` are those of all ranks.
+    """
 
     began: float | None = None
     tokens: int = 0
     work: list[float] = field(default_factory=list)
-    """For each batch the attention of the busiest rank over the mean of all ranks; ``rows`` is the same for tokens."""
+    """For each batch the attention work of the busiest rank, divided by the mean of all ranks."""
     rows: list[float] = field(default_factory=list)
+    """For each batch the most tokens of a rank, divided by the mean of all ranks."""
 
     def note(self, step: Step) -> None:
         """Count a batch; the first one starts the clock."""
@@ -30,7 +34,10 @@ class SharedBatches:
         self.rows.append(_unevenness(plan.placement.tokens))
 
     def entries(self) -> dict[str, float]:
-        """Return the numbers to log and start anew. A balance is 1.0 if all ranks have the same."""
+        """Return the numbers to log, and start anew; {} if there was no batch.
+
+        A balance is the mean over batches of the busiest rank / the mean of all ranks: 1.0 if all ranks have the same.
+        """
         if self.began is None:
             return {}
         found = {
@@ -43,6 +50,6 @@ class SharedBatches:
 
 
 def _unevenness(counts: NDArray[np.int64]) -> float:
-    """Return the largest count over the mean; 1.0 if all are 0."""
+    """Return the largest count divided by the mean; 1.0 if all are 0."""
     total = int(counts.sum())
     return int(counts.max()) * len(counts) / total if total else 1.0

@@ -1,3 +1,5 @@
-"""Losses over ranks: check how a loss is divided and its gradients are reduced, check labels, and compute the losses
-and log-probabilities of trees.
+"""Losses over ranks.
+
+These modules check how a loss is divided and how its gradients are reduced, check labels, and compute the losses and
+log-probabilities of trees.
 """

@@ -41,7 +41,7 @@ from flexcp.plan.placement import Placement
 Gradients = Literal["summed", "averaged"]
 """What happens to gradients over the ranks of a step."""
 FsdpModule = Callable[[], Any]
-"""A weak reference to FSDP2's state of a module."""
+"""A weak reference to FSDP2's state of a module; it is called to get the state, or None if that no longer exists."""
 FSDP_AVERAGES = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
 FSDP_SUMS = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"
 MIXED = (
@@ -53,8 +53,10 @@ TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 def share_factor(gradients: Gradients, ranks: int) -> int:
-    """Return the factor of a rank's share of the loss, so that gradients that are summed or averaged over ranks, as
-    ``gradients`` says, are those of the whole batch.
+    """Return the factor of each rank's share of the loss: ``ranks`` if gradients are averaged, 1 if they are summed.
+
+    With it, the gradients that are reduced over ranks are those of the whole batch. Raise ValueError if ``gradients``
+    is something else.
     """
     if gradients not in ("summed", "averaged"):
         raise ValueError(
@@ -65,19 +67,25 @@ def share_factor(gradients: Gradients, ranks: int) -> int:
 
 
 class CountOfAllRanks(int):
-    """A count over all ranks of a batch, such as the loader's ``batch.valid``. It is an int whose type shows that it is
-    not one rank's own count.
+    """A count over all ranks of a batch, such as the loader's ``batch.valid``.
+
+    It is an int whose type shows that it is not one rank's own count.
     """
 
 
 class Replicas(float):
-    """FSDP2's divisor of summed gradients, if ``sum_gradients`` was told the number of replicas. It is a float whose
-    type shows that it was given by the user.
+    """FSDP2's divisor of summed gradients, if ``sum_gradients`` was told the number of replicas.
+
+    It is a float whose type shows that it was given by the user.
     """
 
 
 def wrong_count(count: float, rows: int, ranks: int, pads: int = 0) -> str:
-    """Return the message for a count that is not this rank's own; ``pads`` are rows that this rank has besides."""
+    """Return the message for ``count=`` of ``step.share`` that is not this rank's own count of labels.
+
+    ``rows`` is how many rows of this rank can count, ``pads`` how many pads it has besides, ``ranks`` how many ranks
+    share the batch.
+    """
     if rows < count <= rows + pads:
         return (
             f"count={count:g} is more than the {rows} rows that count on this rank: it counts some of the {pads} pads, "
@@ -93,8 +101,10 @@ def wrong_count(count: float, rows: int, ranks: int, pads: int = 0) -> str:
 
 
 def running_average(group: dist.ProcessGroup | None) -> str | None:
-    """Return the name of the DDP wrapper whose forward is running and whose backward averages over ranks of ``group``;
-    None if there is none.
+    """Return the class name of the running DDP wrapper that averages gradients over ranks of ``group``, or None.
+
+    Running means that this call is inside its forward. A wrapper counts if it averages over at least two ranks of the
+    group, is not under ``no_sync`` and has no communication hook but torch's own.
     """
     # These names are internal to torch; if a release changes them, only this check is lost.
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
@@ -109,8 +119,10 @@ def running_average(group: dist.ProcessGroup | None) -> str | None:
 
 
 def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tuple[str | None, str | None]:
-    """Return two names for messages: of what averages, and of what sums, the gradients of FSDP2's parameter groups over
-    ranks of ``group``. Each is None if no group does so.
+    """Return what averages and what sums the gradients of FSDP2's parameter groups over ranks of ``group``, by name.
+
+    The two names are for messages; each is None if no parameter group does so. Frozen parameter groups, those over
+    other ranks and those with a divisor of the user's own are left out.
     """
     shared = set(dist.get_process_group_ranks(group))
     overlaps: dict[int, bool] = {}  # by mesh: modules usually have the same one
@@ -129,15 +141,17 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
 
 
 def _trained(param_group: Any) -> bool:
-    """Return whether a parameter group of FSDP2 has a parameter that is not frozen."""
+    """Return whether a parameter group of FSDP2 has a parameter that is not frozen; True if that is not known."""
     # These names are internal to torch; with a release that changes them, frozen groups count too.
     parameters = [getattr(x, "sharded_param", None) for x in getattr(param_group, "fsdp_params", ())]
     return not parameters or any(x is None or x.requires_grad for x in parameters)
 
 
 def summed_ranks(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> int:
-    """Return over how many ranks FSDP2 modules sum gradients, if these are the ranks of ``group`` and others and nobody
-    said how many replicas they are; else 0. Without a group, the step is this rank's alone.
+    """Return over how many ranks FSDP2 modules sum gradients, if these are more than the ranks of ``group``; else 0.
+
+    Modules count only if their ranks include all of the group, and if nobody told ``sum_gradients`` the number of
+    replicas. Without a group, the step is this rank's alone.
     """
     shared = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group))
     meshes: dict[int, Any] = {}
@@ -150,7 +164,7 @@ def summed_ranks(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None)
 
 
 def unsaid_replicas(summed: int, ranks: int) -> str:
-    """Return the warning for gradients that are summed over ``summed`` ranks, of which ``ranks`` share a batch."""
+    """Return the warning for gradients that are summed over ``summed`` ranks, of which only ``ranks`` share a batch."""
     replicas = f"{summed / ranks:g}"
     return (
         f"{FSDP_SUMS} sums gradients over {summed} ranks, of which {ranks} share this batch: the gradient is the sum, "
@@ -161,8 +175,11 @@ def unsaid_replicas(summed: int, ranks: int) -> str:
 
 
 def running_fsdp_modules() -> list[FsdpModule]:
-    """Return the FSDP2 modules of the models whose forward is running: models with a module in that state and a module
-    among the callers. Of modules that were compiled together, not all appear there.
+    """Return the FSDP2 modules of the models whose forward is running, as weak references to their states.
+
+    A model's forward is running if FSDP2 marks one of its modules so, and one of the modules so marked is among the
+    callers of this function. All modules of such a model are returned, because those that were compiled together do not
+    all appear among the callers.
     """
     # These names are internal to torch; if a release changes them, only this check is lost. If nothing imported FSDP2,
     # there are no modules.
@@ -180,12 +197,15 @@ def running_fsdp_modules() -> list[FsdpModule]:
 
 
 def _model_of(state: FsdpModule) -> Any:
-    """Return the object that FSDP2's modules of one model share; the module's own state if torch has no such object."""
+    """Return an object that is the same for all FSDP2 modules of one model.
+
+    If torch has no such object, it is the state of the module itself.
+    """
     return getattr(state(), "_state_ctx", state())
 
 
 def _calling_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose methods are running in this thread, innermost first."""
+    """Yield the modules whose methods are on the call stack of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and isinstance(caller := frame.f_locals.get("self"), nn.Module):
@@ -194,15 +214,17 @@ def _calling_modules() -> Iterator[nn.Module]:
 
 
 def reduction_of(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> tuple[str | None, str | None]:
-    """Return :func:`fsdp_reduction` of FSDP2 modules by their present settings; (None, None) without a group."""
+    """Return :func:`fsdp_reduction` for the parameter groups of FSDP2 modules now; (None, None) without a group."""
     if group is None:
         return None, None
     return fsdp_reduction([g for module in modules for g in getattr(module(), "_fsdp_param_groups", ())], group)
 
 
 def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False) -> str:
-    """Return the message for shares that were made for one reduction of gradients while ``who`` does the other;
-    ``late`` says that FSDP2's setting was changed after the loss was computed.
+    """Return the message for a loss made for ``gradients`` if ``who`` reduces gradients in the other way.
+
+    ``ranks`` is how many ranks share the batch. ``late`` says that FSDP2's setting was changed after the loss was
+    computed.
     """
     done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
     right = "averaged" if gradients == "summed" else "summed"
@@ -216,7 +238,7 @@ def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False)
 
 
 def uneven(placement: Placement) -> tuple[int, int] | None:
-    """Return the least and the most tokens of a rank, without pads; None if all ranks have the same number."""
+    """Return the fewest and the most tokens of a rank, without pads; None if all ranks have the same number."""
     runs, real = placement.runs, placement.batch.tokens
     tokens = np.minimum(runs.stop, real) - np.minimum(runs.start, real)
     counts = [int(tokens[runs.rank == rank].sum()) for rank in range(placement.ranks)]
@@ -224,8 +246,9 @@ def uneven(placement: Placement) -> tuple[int, int] | None:
 
 
 def unsaid_loss(who: str, least: int, most: int) -> str:
-    """Return the warning for a backward whose loss was not reported, under a wrapper ``who`` that averages over ranks
-    with ``least`` to ``most`` tokens.
+    """Return the warning for a backward whose loss was not reported while ``who`` averages gradients.
+
+    ``least`` and ``most`` are the fewest and the most tokens of a rank.
     """
     return (
         f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what "

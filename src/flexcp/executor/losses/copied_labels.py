@@ -53,15 +53,19 @@ SHIFTED_TWICE = (
     "next are wanted, take step.roll(step.labels(tokens), -1, fill=-100)"
 )
 NONE = -1
+"""The label of the last token of a document, where :func:`_follows` shifts a stream."""
 FEWEST = 8
 """The fewest tokens by which labels are judged to be shifted; fewer may agree by chance."""
 MOST = 16
-"""The most streams of a kind that are kept: a step may be used for many batches without a ``step.loss``."""
+"""The most streams of each kind (sharded, labelled) that are kept.
+
+A step may be used for many batches without a ``step.loss``. With this many labelled streams, none is judged.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A stream of integers that was sharded, and this rank's rows of it."""
+    """A stream of integers that was given to ``step.shard``, and this rank's rows of it."""
 
     stream: Tensor
     rows: Tensor
@@ -69,14 +73,17 @@ class Sharded:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """A stream that was given to ``step.labels``, and the label in it that does not count."""
+    """A stream that was given to ``step.labels``, and the id in it that marks tokens without a label."""
 
     stream: Tensor
     ignore: int
 
 
 class SeenTokens:
-    """The streams that a step has seen before its first loss; :meth:`copied` checks them once and releases them."""
+    """The streams of integers that a step has seen before its first loss.
+
+    :meth:`copied` compares the labels of that loss with them, once, and releases them.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -86,12 +93,15 @@ class SeenTokens:
         self._others = False
 
     def given(self, ids: Tensor) -> None:
-        """Note the token ids that the model gets on this rank."""
+        """Note the token ids that the model gets on this rank, as the loader or a framework adapter reports them."""
         if not self.done:
             self._ids = ids
 
     def sharded(self, stream: Tensor, rows: Tensor) -> None:
-        """Note a stream that was sharded, and this rank's rows of it."""
+        """Note a tensor that was given to ``step.shard``, and this rank's rows of it.
+
+        Only 1-D tensors of integers are kept; of others it is known only that there were some.
+        """
         if self.done:
             return
         whole = stream.dim() == 1 and not stream.is_floating_point() and not stream.is_complex()
@@ -101,7 +111,7 @@ class SeenTokens:
             self._others = True
 
     def labelled(self, stream: Tensor, ignore: int) -> None:
-        """Note a stream that was given to ``step.labels``."""
+        """Note a stream that was given to ``step.labels``, with its ``ignore``; only 1-D streams are kept."""
         if not self.done and stream.dim() == 1 and len(self._labelled) < MOST:
             self._labelled.append(Labelled(stream, ignore))
 
@@ -110,8 +120,10 @@ class SeenTokens:
         self._others = True
 
     def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> str | None:
-        """Return the warning to give if labels are the tokens themselves, else None. ``own_cut`` says that this rank
-        could have cut its input from the stream without the step.
+        """Return the warning to give if this rank's labels are the tokens themselves, else None.
+
+        Labels that are ``ignore`` do not count. ``own_cut`` says that rows which a user cuts without the step are the
+        plan's. The streams are released, so later calls find none.
         """
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded, self._labelled = True, None, [], []
@@ -137,8 +149,10 @@ class SeenTokens:
         return WARNING + INPUT_FROM_ELSEWHERE if alone else None
 
     def shifted_twice(self, tokens: NDArray[np.int64], batch: Batch, may_look: Callable[[Tensor], bool]) -> bool:
-        """Return whether ``step.labels`` was given next tokens of this rank's ids. ``tokens`` has the stream token of
-        each local row, -1 for a pad; tensors that the host may not look at are left out.
+        """Return whether ``step.labels`` was given next tokens of this rank's ids.
+
+        ``tokens`` has the stream token of each local row, -1 for a pad. Tensors for which ``may_look`` is False are
+        left out.
         """
         if not self._labelled or len(self._labelled) == MOST:
             return False
@@ -149,7 +163,10 @@ class SeenTokens:
         inside = np.flatnonzero((tokens > 0) & ~np.isin(tokens, batch.starts))
 
         def agree(labels: Tensor, ignore: int, x: Tensor, back: int, fewest: int) -> bool:
-            """Whether ``x`` has at each row the label ``back`` tokens before it, at ``fewest`` rows or more."""
+            """Return whether each row of ``x`` is the label that stands ``back`` tokens before it in the stream.
+
+            Labels that are ``ignore`` are left out; at least ``fewest`` must remain.
+            """
             at = torch.from_numpy(inside if back else kept)
             found = labels[torch.from_numpy(tokens)[at] - back]
             counts = found != ignore
@@ -165,6 +182,9 @@ class SeenTokens:
 
 
 def _follows(labels: Tensor, tokens: Tensor, batch: Batch) -> bool:
-    """Return whether ``labels`` holds the next tokens of the stream ``tokens``."""
+    """Return whether the stream ``labels`` holds the next token of each token of the stream ``tokens``.
+
+    The last tokens of documents, which have no next token, are left out.
+    """
     wanted = next_tokens(tokens, batch, NONE)
     return bool(((labels == wanted) | (wanted == NONE)).all())

@@ -42,10 +42,10 @@ Per = Literal["token", "sequence", "sum"]
 class Edges:
     """This rank's edges, in the order of its rows; made by ``step.edges``.
 
-    For each edge, ``rows`` is the local row of its token, ``parents`` and ``children`` are the stream numbers of token
-    and next token, ``labels`` is the id of the next token, and ``counts`` is how many sequences use the edge (0 if the
-    id is ``ignore``). ``sequences`` is the number of sequences in the batch and ``lengths`` their token counts, ordered
-    by document and, in a tree, by its leaves.
+    An edge is a token with one of its next tokens. For each edge, ``rows`` is the local row of its token, ``parents``
+    and ``children`` are the stream numbers of token and next token, ``labels`` is the id of the next token, and
+    ``counts`` is how many sequences use the edge (0 if the id is ``ignore``). ``sequences`` is the number of sequences
+    in the batch and ``lengths`` their token counts, ordered by document and, in a tree, by its leaves.
     """
 
     rows: Tensor
@@ -57,7 +57,7 @@ class Edges:
     counted: NDArray[np.bool_]
     """For each stream token, whether it is the next token of another and its id is not ``ignore``."""
     here: Ints
-    """``children`` on the host."""
+    """``children`` as an array on the CPU."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,15 +72,15 @@ class Edges:
 
     @property
     def documents(self) -> Ints:
-        """The document of each sequence."""
+        """The number of the document of each sequence."""
         return self.of_batch.documents
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (edge, sequence, position) for every sequence that uses an edge of this rank; the position is that of
-        the next token.
+        """Return (edge, sequence, position) for every sequence that uses an edge of this rank.
 
-        All ranks together have every position of every sequence exactly once, except first positions and those whose id
-        is ``ignore``.
+        Three tensors of equal length: the number of the edge, the number of the sequence, and the position of the
+        edge's next token in that sequence, from 0. All ranks together have every position of every sequence exactly
+        once, except first positions and those whose id is ``ignore``.
         """
         edge, sequence = self._pairs
         position = self.of_batch.depths[self.here[edge]]
@@ -89,12 +89,12 @@ class Edges:
     def weights(
         self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"
     ) -> Tensor:
-        """Return the weight of each edge in a loss over sequences, float64: the sum of the weights of its sequences,
-        divided as ``per`` says.
+        """Return the weight of each edge of this rank in a loss over sequences, float64.
 
-        ``sequences`` has a weight for each sequence, such as its advantage. ``tokens`` has for each sequence an array
-        with a weight for each token, such as a mask; it applies to the prediction of that token, so the first weight
-        has no effect. Both describe the whole batch and are the same on every rank. A position counts if its id is not
+        It is the sum of the weights of the sequences that use the edge, divided as ``per`` says. ``sequences`` has a
+        weight for each sequence, such as its advantage; by default 1. ``tokens`` has for each sequence an array with a
+        weight for each token, such as a mask; it applies to the prediction of that token, so the first weight has no
+        effect. Both describe the whole batch and are the same on every rank. A position counts if its id is not
         ``ignore`` and its token weight is not 0. ``per="token"`` divides by the number of positions that count in the
         batch, ``"sequence"`` by the number in each sequence and by the number of sequences that have any, ``"sum"``
         does not divide.
@@ -117,7 +117,7 @@ class Edges:
 
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
-        """(edge, sequence) for every sequence that uses an edge of this rank that counts."""
+        """(edge, sequence) for every sequence that uses an edge of this rank, without edges whose id is ``ignore``."""
         counted = np.flatnonzero(self.counted[self.here])
         edge, sequence = self.of_batch.pairs(self.here[counted])
         return counted[edge], sequence
@@ -128,7 +128,10 @@ class Edges:
         return np.concatenate([self.of_batch.path(sequence) for sequence in range(self.sequences)])
 
     def _divisors(self, flat: Floats | None, per: Per) -> Floats:
-        """Return, for each sequence, the number that its positions are divided by."""
+        """Return, for each sequence, the number by which its weights are divided, at least 1.
+
+        ``flat`` has the token weights of all sequences end to end, or is None for weights of 1.
+        """
         counts = self.counted[self._flat] if flat is None else self.counted[self._flat] & (flat != 0)
         if per == "token":
             return np.full(self.sequences, float(max(1, int(counts.sum()))))
@@ -138,7 +141,7 @@ class Edges:
         return np.asarray(np.maximum(each, 1) * having)
 
     def _checked_sequences(self, given: Sequence[float] | Tensor | None) -> Floats:
-        """Return the weights of all sequences, 1 by default; raise ValueError unless there is one for each."""
+        """Return the weights of all sequences, 1 by default; raise ValueError unless there is one for each sequence."""
         if given is None:
             return np.ones(self.sequences)
         found = _numbers(given, "weights of sequences")
@@ -149,7 +152,7 @@ class Edges:
         return found
 
     def _checked_tokens(self, given: Sequence[Any]) -> Floats:
-        """Return the weights of all sequences' tokens end to end; raise ValueError unless there is one for each."""
+        """Return the token weights of all sequences end to end; raise ValueError unless there is one for each token."""
         if len(given) != self.sequences:
             raise ValueError(
                 f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; "
@@ -170,8 +173,10 @@ class Edges:
 
 
 def edges_of(sequences: Sequences, row_tokens: Ints, tokens: Tensor, ignore: int) -> Edges:
-    """Return the edges of one rank, given the stream token of each of its rows (-1 for a pad) and the ids of the whole
-    stream.
+    """Return the edges of one rank.
+
+    ``row_tokens`` has the stream token of each of its rows, -1 for a pad. ``tokens`` are the ids of the whole stream,
+    and next tokens with the id ``ignore`` do not count.
     """
     kept = row_tokens >= 0
     rows = np.full(len(sequences.predecessors) + 1, -1)
@@ -198,7 +203,10 @@ def edges_of(sequences: Sequences, row_tokens: Ints, tokens: Tensor, ignore: int
 
 
 def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
-    """Return the log-probability of each edge's next token, 0 for edges that do not count."""
+    """Return the log-probability of each edge's next token, in float32 or wider; 0 for edges that do not count.
+
+    Edges do not count if their next token is ``ignore``. On a CPU, an id outside of the vocabulary raises ValueError.
+    """
     counts = edges.counts > 0
     labels = torch.where(counts, edges.labels, 0).to(logits.device)
     if (
@@ -217,8 +225,10 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
 
 
 def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor:
-    """Return minus the weighted sum of log-probabilities; by default the weights are those of a mean over positions.
-    An edge of weight 0 adds nothing, even if its value is infinite.
+    """Return minus the weighted sum of log-probabilities ``values``, one for each edge.
+
+    By default the weights are those of a mean over positions, ``edges.weights()``. An edge of weight 0 adds nothing,
+    even if its value is infinite. Raise ValueError unless there is one weight for each edge.
     """
     if weights is None:
         weights = edges.weights()
@@ -231,8 +241,9 @@ def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor
 
 
 def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
-    """Raise ValueError unless logits are ``[tokens, vocabulary]``. A rank without tokens may pass one row, because some
-    models cannot run on none.
+    """Raise ValueError unless logits are floats ``[tokens, vocabulary]``; ``place`` names the caller.
+
+    A rank without tokens may pass one row, because some models cannot run on none.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         instead = single("logits", logits.shape, tokens) if isinstance(logits, Tensor) and logits.dim() == 3 else None
@@ -247,8 +258,10 @@ def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
 
 
 def predictions(sequences: Sequences, row_tokens: Ints) -> int:
-    """Return how many positions of sequences are predicted from the rows of a rank, given the stream token of each row
-    (-1 for a pad).
+    """Return how many positions of sequences are predicted from the rows of a rank.
+
+    A token that several sequences share predicts the next position of each of them. ``row_tokens`` has the stream token
+    of each row, -1 for a pad.
     """
     kept = np.zeros(len(sequences.predecessors) + 1, bool)
     kept[row_tokens[row_tokens >= 0]] = True
@@ -256,8 +269,10 @@ def predictions(sequences: Sequences, row_tokens: Ints) -> int:
 
 
 def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Collectives) -> list[Tensor]:
-    """Gather the values of all ranks' edges, and return on every rank, for each sequence of the batch, a value for each
-    of its tokens (0 for the first).
+    """Gather the values of all ranks' edges, and return for each sequence of the batch a tensor of one value per token.
+
+    The result is the same on every rank. The first token of a sequence has 0. ``values`` has one number for each of
+    this rank's ``edges``.
     """
     sequences = edges.of_batch
     owner, row = np.empty(placement.stream, np.int64), np.empty(placement.stream, np.int64)
@@ -274,7 +289,7 @@ def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Co
 
 
 def _numbers(given: Any, what: str) -> Floats:
-    """Return weights as a float64 array; raise ValueError if they are not numbers."""
+    """Return weights as a float64 array; raise ValueError if they are not numbers. ``what`` names them in the error."""
     try:
         found = (
             given.detach().cpu().to(torch.float64).numpy()

@@ -14,17 +14,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 1 << 24
-"""The most logits that are widened at a time."""
+"""The most logits that are widened at a time; at least one row is."""
 
 
 def log_probs(logits: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-    """Return ``log_softmax(logits)[rows, labels]`` for ascending ``rows``, in float32 or wider."""
+    """Return ``log_softmax(logits, 1)[rows, labels]`` for logits ``[tokens, vocabulary]``, in float32 or wider.
+
+    ``rows`` must be ascending, and may repeat. Differentiable once.
+    """
     found: Tensor = _LogProbs.apply(logits, rows, labels)
     return found
 
 
 def _chunks(logits: Tensor) -> list[tuple[int, int]]:
-    """Return the (first, last + 1) rows of each chunk."""
+    """Return (first row, one past the last row) of each chunk of rows."""
     rows = max(1, CHUNK // max(1, logits.shape[1]))
     return [(a, min(a + rows, len(logits))) for a in range(0, len(logits), rows)]
 

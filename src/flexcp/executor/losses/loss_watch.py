@@ -40,11 +40,11 @@ class LossWatch:
         self._placement, self._group = placement, group
         self.averaged_by: str | None = None
         self.summed_by: str | None = None
-        """The module that averages or sums gradients over the step's ranks, by name, if an attention call found one."""
+        """Names of what averages, and of what sums, gradients over the step's ranks, if attention ran inside any."""
         self.said = False
-        """Whether gradients of this step came from a reported loss, or the warning was given."""
+        """Whether no warning about an unreported loss is due: one was reported, or the check was made."""
         self.replicas_said = False
-        """Whether a framework divides losses by the labels of all replicas, or FSDP2's sum over them was looked for."""
+        """Whether no warning about replicas is due: a framework divides losses by all labels, or the check was made."""
         self.in_backward = False
         """Whether a backward is running that began at a reported loss of this step."""
         self._fsdp_modules: list[FsdpModule] = []
@@ -71,19 +71,21 @@ class LossWatch:
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _leave(self) -> None:
-        """Note that this backward has ended."""
+        """Note that the backward that began at a reported loss has ended."""
         self.in_backward = False
 
     def check_reduction(self, gradients: Gradients) -> None:
-        """Note what a share was made for, and raise ValueError if attention saw a module that reduces gradients
-        otherwise.
+        """Note what the last loss was made for: gradients that are ``"summed"`` or ``"averaged"`` over ranks.
+
+        Raise ValueError if attention ran inside a module that reduces gradients otherwise.
         """
         self._shares_for = gradients
         self._refuse(gradients, self.averaged_by, self.summed_by)
 
     def note_call(self, first: bool) -> None:
-        """Look for modules around a running attention call that reduce gradients; ``first`` says that it is the step's
-        first call.
+        """Look for DDP and FSDP2 modules around a running attention call.
+
+        ``first`` says that it is the step's first call; FSDP2 modules are looked for only then.
         """
         if first:
             self._fsdp_modules = running_fsdp_modules()
@@ -112,7 +114,7 @@ class LossWatch:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def _warn_of_replicas(self) -> None:
-        """Warn once if FSDP2 sums gradients over more ranks than those of this step, and nobody said so."""
+        """Warn once if FSDP2 sums gradients over more ranks than those of this step, and nobody said that it should."""
         if self.replicas_said or not self._fsdp_modules:
             return
         self.replicas_said = True
@@ -121,7 +123,11 @@ class LossWatch:
             warnings.warn(unsaid_replicas(summed, self._placement.ranks), stacklevel=3)
 
     def _refuse(self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False) -> None:
-        """Raise ValueError if a module reduces gradients otherwise than the loss was made for."""
+        """Raise ValueError if a module reduces gradients otherwise than a loss was made for.
+
+        ``gradients`` is what the loss was made for, ``averaged_by`` and ``summed_by`` are the names of what averages
+        and of what sums. ``late`` says that FSDP2's setting may have changed since the loss was computed.
+        """
         who = averaged_by if gradients == "summed" else summed_by
         if who is not None and None not in reduction_of(self._fsdp_modules, self._group):
             raise ValueError(MIXED)
