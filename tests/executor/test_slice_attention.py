@@ -226,6 +226,10 @@ def test_the_operators_pass_torchs_checks(sinks: Tensor | None) -> None:
         ({"mask": torch.zeros(2, 5, dtype=torch.int64)}, r"int64.*\[slices, 6\].*\(2, 5\)"),
         ({"mask": torch.zeros(2, 6)}, r"int64.*got torch.float32"),
         (
+            {"mask": make_batch([94], masks={"all": (flexcp.causal(), 1), "near": (flexcp.window(4), 2)})},
+            r"the batch has 2 masks, all, near",
+        ),
+        (
             {"mask": torch.tensor([[0, 95, 0, 10, -100, 100]] * 2)},
             r"\(0, 95, 0, 10.*94 queries and 94 keys.*packed_slices",
         ),

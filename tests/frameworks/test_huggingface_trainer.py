@@ -183,6 +183,7 @@ def test_rows_may_be_padded_on_either_side_or_hold_nothing() -> None:
             r"attention_mask says.*\[5, 3\].*position_ids says \[8\]",
         ),
         ({"position_ids": [PACKED], "seq_idx": [[0] * 10]}, r"seq_idx says that documents have \[10\]"),
+        ({"cu_seq_lens_q": [0, 4, 9]}, r"cu_seq_lens_q says that documents have \[4, 5\] tokens, but the batch has 3"),
         ({"attention_mask": [[1, 1, 0, 1]]}, r"padding between a row's tokens"),
         ({"attention_mask": [[1, 1, 0, 1]], "position_ids": [[0, 1, 2, 3]]}, r"jump inside a row"),
     ],

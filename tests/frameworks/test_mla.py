@@ -168,6 +168,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         flexcp.latent_attention(given["q"], given["latent"][:, :3], expand, [given["up"]], step)
     with pytest.raises(ValueError, match="expand must make"):
         flexcp.latent_attention(given["q"], given["latent"], lambda c, w: (c, c), [given["up"]], step)
+    for part in (slice(1, None), (slice(None), slice(1, None))):  # rows, and heads, that k has and v has not
+
+        def short(c: Tensor, w: Tensor, part: Any = part) -> tuple[Tensor, Tensor]:
+            k, v = expand(c, w)
+            return k, v[part]
+
+        with pytest.raises(ValueError, match="expand must make"):
+            flexcp.latent_attention(given["q"], given["latent"], short, [given["up"]], step)
     with pytest.raises(ValueError, match=r"latent=WIDTH"):
         whole = flexcp.bind(plan_for("absorbed", 1, 1, flexcp.causal(), "blocks"))
         flexcp.latent_attention(given["q"], given["latent"], expand, [given["up"]], whole)

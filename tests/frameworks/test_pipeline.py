@@ -110,6 +110,16 @@ def two_stages(
     return stage, float(loss), gradients, [int(s.plan.placement.tokens[at]) for s in batches.steps]
 
 
+def test_labels_that_are_left_out_do_not_count() -> None:
+    """Of every document the first half is a prompt, marked in the labels."""
+    batches = PlannedMicroBatches(planner(1).micro_batches(LENGTHS, tokens="equal", pad_to=ROOM))
+    marked = [torch.cat([torch.full_like(d[: len(d) // 2], -100), d[len(d) // 2 :]]) for d in documents()]
+    logits = torch.randn(len(batches), ROOM, CONFIG.vocabulary, dtype=torch.float64)
+    labels, loss = batches.labels(marked), batches.loss(marked)
+    found = sum(loss(x, y) for x, y in zip(logits, labels, strict=True))
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
 @pytest.mark.parametrize(("pool_size", "schedule"), [(1, "GPipe"), (2, "1F1B")])
 def test_two_stages_equal_one_process(four: RankPool, pool_size: int, schedule: str) -> None:
     loss, gradients = one_process()

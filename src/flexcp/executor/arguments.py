@@ -256,11 +256,11 @@ def ranks_of_run() -> int:
 def time_limit(timeout: timedelta | float) -> timedelta:
     """Return a time limit given in seconds or as a timedelta.
 
-    Raise ValueError if it is not above 0, or if it is a number above :data:`MOST_SECONDS`.
+    Raise ValueError if it is not above 0 or is above :data:`MOST_SECONDS`.
     """
     found: object = timeout
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout <= MOST_SECONDS:
         found = timedelta(seconds=timeout)
-    if not isinstance(found, timedelta) or found <= timedelta(0):
+    if not isinstance(found, timedelta) or not timedelta(0) < found <= timedelta(seconds=MOST_SECONDS):
         raise ValueError(f"timeout= is a timedelta or seconds, above 0 and at most {MOST_SECONDS:,}; got {timeout!r}")
     return found

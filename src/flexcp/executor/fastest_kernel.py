@@ -57,6 +57,11 @@ def fastest_kernel(
         causal().slices(8192) if slices is None else slices,
         repeats,
     )
+    if not times:
+        raise NotImplementedError(
+            f"no kernel runs {dtype} with heads of {head_dim} on {torch.device(device)}; `flexcp doctor` says which "
+            "kernels run here, and why others do not"
+        )
     best = min(times, key=lambda name: sum(times[name]))
     told = ", ".join(f"{name} {a:.3g} + {b:.3g} ms" for name, (a, b) in times.items())
     return Choice(best, f"measured fastest on {torch.device(device)}: {told}")

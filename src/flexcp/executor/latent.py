@@ -242,7 +242,8 @@ def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages
 def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
     """Return the k and v that ``expand`` makes of the arena's latents; raise ValueError if their shapes are wrong."""
     k, v = expand(arena, *weights)
-    if k.dim() != 3 or v.dim() != 3 or len(k) != len(arena) or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
+    made = k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2]
+    if not made or len(k) != len(arena) or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"expand must make k [rows, heads, {q.shape[2]}] and v [rows, heads, value size] of {len(arena)} rows; "
             f"got {tuple(k.shape)} and {tuple(v.shape)}"

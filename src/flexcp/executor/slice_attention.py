@@ -64,7 +64,7 @@ def slice_attention(
 
     ``q`` is ``[tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size.
     ``mask`` is one mask for documents of the given ``lengths`` (by default one document), a list with a mask for each
-    document, a :class:`flexcp.batch.Batch`, whose first mask is used, or the tensor that :func:`packed_slices` makes of
+    document, a :class:`flexcp.batch.Batch` with one mask, or the tensor that :func:`packed_slices` makes of
     masks and lengths, which torch.compile needs. With a batch or a tensor ``lengths`` is not used. ``sm_margin`` is how
     many multiprocessors the kernel leaves free. The other arguments and the result are those of
     :func:`flexcp.attention`.
@@ -79,6 +79,11 @@ def slice_attention(
         )
     else:
         batch = mask if isinstance(mask, Batch) else make_batch([len(q)] if lengths is None else lengths, mask)
+        if len(batch.masks) > 1:
+            raise ValueError(
+                f"the batch has {len(batch.masks)} masks, {', '.join(m.name for m in batch.masks)}, and nothing says "
+                "which one this call is for: give the mask and lengths= of this layer"
+            )
         if batch.tokens != len(q):
             raise ValueError(f"the documents have {batch.tokens} tokens in all, but q has {len(q)} rows")
         slices = _slices_of(batch)
@@ -89,7 +94,7 @@ def slice_attention(
 
 
 def _slices_of(batch: Batch) -> Tensor:
-    """Return the slices of a batch's first mask over the rows of all documents end to end, int64 ``[slices, 6]``."""
+    """Return the slices of a batch's mask over the rows of all documents end to end, int64 ``[slices, 6]``."""
     mask = batch.masks[0]
     begin = np.repeat(batch.starts[:-1], np.diff(mask.first))
     table = shift(mask.slices, begin, begin)

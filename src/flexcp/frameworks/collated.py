@@ -87,6 +87,8 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
                 f"{other} says that documents have {found} tokens, {name} says {lengths}; "
                 "give one of them, or both alike"
             )
+    if said and sum(lengths) != int(keep.sum()):
+        raise ValueError(f"{name} says that documents have {lengths} tokens, but the batch has {int(keep.sum())}")
     if not said:
         _refuse_holes(keep)
         lengths = [n for n in keep.sum(1).tolist() if n]

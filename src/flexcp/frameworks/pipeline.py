@@ -87,16 +87,16 @@ class PlannedMicroBatches:
     def loss(
         self, documents: Sequence[Tensor], ignore: int = IGNORE, gradients: Gradients = "summed"
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the schedule's ``loss_fn``: this rank's sum for a micro-batch / the next tokens of the global batch.
+        """Return the schedule's ``loss_fn``: this rank's sum for a micro-batch / the labels of the global batch.
 
-        The divisor is the sum of ``len(d) - 1`` over all ``documents``; labels that you leave out by ``ignore`` still
-        count in it. Make the schedule with ``scale_grads=False`` and sum losses over micro-batches. Sum gradients over
+        ``documents`` are those that :meth:`labels` was given; the divisor counts their next tokens that are not
+        ``ignore``. Make the schedule with ``scale_grads=False`` and sum losses over micro-batches. Sum gradients over
         the ranks of the stage, or pass ``gradients="averaged"`` if they are averaged (see ``step.loss``). Raise
         NotImplementedError for documents that branch.
         """
         for step in self.steps:
             refuse_branches(step.plan.batch, "this loss knows")
-        valid = max(1, sum(len(d) - 1 for d in documents))
+        valid = max(1, sum(int((d[1:] != ignore).sum()) for d in documents))
         factor = share_factor(gradients, self.steps[0].cp_size)
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
