@@ -1,4 +1,4 @@
-"""Entry of the command: registers the commands, and prints a user's mistake as one line with exit code 2."""
+"""Entry of the command ``flexcp``: register its commands, and print a user's mistake as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from flexcp.cli.shared.command_registry import Commands, UsageError, one_line
 from flexcp.io.terminal_text import visible
 
 COLLECT_EVERY = 200_000
-"""Objects between garbage collections. Imports make many objects and no garbage;
-collecting would take a tenth of a short command's time.
+"""How many new objects trigger a garbage collection.
+
+Imports make many objects and no garbage; collecting would take a tenth of a short command's time.
 """
 
 app = Commands(
@@ -63,7 +64,10 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def run() -> None:
-    """Run ``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted."""
+    """Run ``flexcp`` with the arguments of the command line, and exit.
+
+    Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted.
+    """
     gc.set_threshold(COLLECT_EVERY)
     sys.exit(_code())
 

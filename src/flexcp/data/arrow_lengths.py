@@ -15,9 +15,10 @@ NAMES = ("tokens", "input_ids")
 
 
 def dataset_lengths(dataset: Any, column: str | None = None) -> Ints:
-    """Return the number of tokens of every row of a ``datasets.Dataset``.
+    """Return the number of tokens of every row of a ``datasets.Dataset``, as int64.
 
-    ``column`` holds lists of tokens, or lengths as numbers; by default it is ``tokens`` or ``input_ids``.
+    ``column`` holds lists of tokens, or lengths as numbers; by default it is ``tokens`` or ``input_ids``, whichever the
+    dataset has. Raise ValueError if it has both or neither, or if a row of the column is missing.
     """
     names = list(dataset.column_names)
     if column is None:

@@ -1,9 +1,10 @@
-"""Cut trees: divide sequences with common beginnings into several trees if one tree would be too large.
+"""Cut trees: divide sequences with common beginnings into several trees if one tree would have too many tokens.
 
-A tree is cut between its sequences: every sequence is whole and in exactly one part, so losses over sequences do not
-change. Tokens that a part shares with an earlier part are in both. When the sequences are sorted by their tokens,
-neighbours share the most, so a part is a range of this order with as many sequences as fit. Of several good places to
-end a part, the one is taken where the neighbouring sequences share the fewest tokens, because these are repeated.
+A tree holds the common beginnings of its sequences once (:func:`flexcp.tree_of`). It is cut between its sequences:
+every sequence is whole and in exactly one part, so losses over sequences do not change. Tokens that a part shares with
+an earlier part are in both. When the sequences are sorted by their tokens, neighbours share the most, so a part is a
+range of this order with as many sequences as fit. Of several good places to end a part, the one is taken where the
+neighbouring sequences share the fewest tokens, because these are repeated.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TreePart:
-    """A part of a tree: the numbers of its sequences in ascending order, and how many tokens earlier parts have too."""
+    """A part of a tree: the numbers of its sequences, ascending, and how many of its tokens earlier parts have too."""
 
     sequences: list[int]
     repeated: int = 0
 
 
 def parts_that_fit(sequences: Sequence[Ints], least_shared: int, most: int | None) -> list[TreePart]:
-    """Divide sequences into trees of at most ``most`` tokens; all are one part if they fit, or if ``most`` is None.
+    """Divide sequences of token ids into trees of at most ``most`` tokens; None is no limit.
 
-    A sequence of more than ``most`` tokens is a part of its own.
+    All are one part if they fit. A sequence of more than ``most`` tokens is a part of its own. ``least_shared`` is the
+    argument of :func:`flexcp.tree_of`: the fewest common tokens that are shared. Parts number the sequences by their
+    place in ``sequences``.
     """
     everything = list(range(len(sequences)))
     if most is None or _tokens(sequences, everything, least_shared) <= most:
@@ -48,7 +51,10 @@ def parts_that_fit(sequences: Sequence[Ints], least_shared: int, most: int | Non
 
 
 def _ranges(sequences: Sequence[Ints], least_shared: int, most: int) -> list[list[int]]:
-    """Sort the sequences by their tokens and cut this order into parts that fit; return their numbers."""
+    """Sort the sequences by their tokens and cut this order into parts of at most ``most`` tokens.
+
+    Return the numbers of the sequences of each part, in this order.
+    """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].tolist())
     found: list[list[int]] = []
     while order:
@@ -64,7 +70,7 @@ def _ranges(sequences: Sequence[Ints], least_shared: int, most: int) -> list[lis
 
 
 def _fitting(sequences: Sequence[Ints], order: list[int], least_shared: int, most: int) -> int:
-    """Return how many of the first sequences in ``order`` form a tree of at most ``most`` tokens.
+    """Return how many of the first sequences in ``order`` form a tree of at most ``most`` tokens; it may be 0.
 
     A binary search finds it, because a tree of more sequences never has fewer tokens.
     """
@@ -73,12 +79,12 @@ def _fitting(sequences: Sequence[Ints], order: list[int], least_shared: int, mos
 
 
 def _tokens(sequences: Sequence[Ints], numbers: list[int], least_shared: int) -> int:
-    """Return the number of tokens of the tree of these sequences."""
+    """Return the number of tokens of the tree that the sequences with these numbers make."""
     return len(tree_of([sequences[number] for number in numbers], least_shared))
 
 
 def _shared(one: Ints, other: Ints) -> int:
-    """Return the length of the common beginning of two sequences."""
+    """Return the length of the common beginning of two sequences, in tokens."""
     both = min(len(one), len(other))
     differ = np.flatnonzero(one[:both] != other[:both])
     return int(differ[0]) if len(differ) else both

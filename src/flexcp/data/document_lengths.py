@@ -1,6 +1,4 @@
-"""Document lengths in the forms that users have: the grammar of ``--lengths``, JSON lines of texts or token ids,
-Hugging Face data sets.
-"""
+"""Document lengths for ``flexcp advise``: of texts, token ids and Hugging Face data sets, or as in ``--lengths``."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from flexcp.io.json_files import json_line
 from flexcp.io.plain_values import shown, shown_names
 
 FIELDS = ("input_ids", "tokens", "text", "content", "length")
-"""Fields that are tried for a document when no field is named."""
+"""Fields of a JSON object or row in which a document is searched, in this order, if no field is named."""
 EVERY = 10_000
 
 Count = Callable[[str], int]
@@ -22,8 +20,13 @@ Count = Callable[[str], int]
 def document_lengths(
     text: str, tokenizer: str | None, field: str | None, tell: Callable[[str], None] = lambda _: None
 ) -> list[int]:
-    """Return the lengths that ``text`` names. ``tokenizer`` counts the tokens of texts;
-    ``tell`` receives progress messages.
+    """Return the number of tokens of each document that ``text`` names.
+
+    ``text`` is ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:FOLDER`` for a Hugging Face data set, the path of a ``.jsonl``
+    file (with or without ``@``), or a form of :func:`~flexcp.data.lengths.parse_lengths`. Data sets and ``.jsonl``
+    files may have objects or rows with several fields; ``field`` is the one that holds the document (by default the
+    first of :data:`FIELDS`). ``tokenizer``, a tokenizer.json or the name of a Hugging Face tokenizer, counts the tokens
+    of texts. ``tell`` is called with progress messages. Raise ValueError for anything that is no document.
     """
     if text.startswith("hf:"):
         rows = ((f"{text}, row {number}", row) for number, row in enumerate(_dataset(text)))
@@ -39,7 +42,10 @@ def document_lengths(
 def _lengths(
     records: Iterable[tuple[str, Any]], where: str, field: str | None, count: Count | None, tell: Callable[[str], None]
 ) -> list[int]:
-    """Return the lengths of (place, document) pairs."""
+    """Return the lengths of documents, given as pairs of a place and a document; raise ValueError if there are none.
+
+    A place, such as ``a.jsonl, line 3``, names the document in errors, and ``where`` names all of them.
+    """
     found: list[int] = []
     for number, (place, record) in enumerate(records, 1):
         found.append(_length(record, place, field, count))
@@ -88,7 +94,11 @@ def _lines(path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _dataset(text: str) -> Iterable[Any]:
-    """Load ``hf:NAME`` or ``hf:NAME:SPLIT``, or a folder written by ``save_to_disk``."""
+    """Return the rows of the data set that ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:FOLDER`` names.
+
+    The split is ``train`` by default. The folder was written by ``save_to_disk``. Raise ValueError if it cannot be
+    loaded.
+    """
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError:

@@ -25,9 +25,10 @@ class Document:
 
     ``number`` is the index of the sample in a map-style dataset, or its count in a stream. ``length`` is the number of
     tokens, ``whole`` the number before the document was cut. ``reader`` is the rank that has read the sample (None:
-    every rank that needs it reads it), ``valid`` the number of labels that count (None: not known before it is read),
-    ``value_bytes`` the size of its pickled per-document values. A ``dropped`` document only takes up its place.
-    ``repeated`` is the number of its tokens that an earlier part of its tree also has.
+    every rank that needs it reads it), ``valid`` the number of labels that count in a loss (None: not known before the
+    sample is read), ``value_bytes`` the size of its pickled per-document values. A ``dropped`` document was too long:
+    it takes up a place in the epoch but is in no batch, and it has length 0 and no mask. ``repeated`` is for a part of
+    a tree that was cut: how many of its tokens an earlier part has too.
     """
 
     number: int
@@ -43,9 +44,10 @@ class Document:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The token budget of a batch, the most tokens of a document, and what to do with longer documents.
+    """The most tokens of a batch (``budget``) and of a document (``longest``), and what to do with longer documents.
 
-    ``too_long`` is ``"refuse"`` (an error), ``"cut"`` or ``"drop"``.
+    ``too_long`` is ``"refuse"`` (raise ValueError), ``"cut"`` (keep the first ``longest`` tokens) or ``"drop"`` (leave
+    the document out). Wrong values raise ValueError.
     """
 
     budget: int
@@ -59,16 +61,18 @@ class BatchLimits:
             raise ValueError(f"too_long must be 'refuse', 'cut' or 'drop'; got {self.too_long!r}")
 
     def refusal(self, length: int, where: str) -> str:
-        """Return the error message for a document that is too long; ``where`` names it."""
+        """Return the error message for a document that is too long, of ``length`` tokens; ``where`` names it."""
         what = f"the budget of {self.budget}" if self.longest == self.budget else f"max_length {self.longest}"
         return f"{where} has {length} tokens, over {what}; raise it, or choose Batches(too_long='cut' or 'drop')"
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """A batch that is to be planned: its documents, their places, and the place (``end``) where the next batch begins.
+    """A batch that is to be planned.
 
-    ``dropped`` counts the dropped documents among its places.
+    ``step`` is its number in the epoch. ``places`` are the positions of its documents in the order of the epoch, and
+    ``end`` is the position where the next batch begins. ``dropped`` counts the documents that were passed over on the
+    way to ``end`` because they are too long.
     """
 
     step: int
@@ -82,7 +86,7 @@ class BatchSpec:
         return np.array([d.length for d in self.documents], np.int64)
 
     def take(self, documents: Sequence[int]) -> BatchSpec:
-        """Return a batch of some of the documents; ``documents`` are their numbers in this batch."""
+        """Return this batch with only some of its documents; ``documents`` are their numbers in the batch."""
         return replace(
             self,
             documents=tuple(self.documents[d] for d in documents),
@@ -90,17 +94,18 @@ class BatchSpec:
         )
 
     def planner_arguments(self) -> dict[str, Any]:
-        """Return the argument ``mask=`` or ``masks=`` for the call of the planner."""
+        """Return the masks of the documents as an argument of the planner: ``{"mask": ...}`` or ``{"masks": ...}``."""
         return planner_masks([d.mask for d in self.documents if d.mask is not None])
 
 
 def next_batch(
     document: Callable[[int], Document | None], place: int, step: int, budget: int, drop_last: bool
 ) -> BatchSpec | None:
-    """Collect the batch that begins at ``place``; return None at the end of the epoch.
+    """Collect the batch that begins at ``place``, a position in the order of the epoch; return None if none is left.
 
-    ``document`` gives the document at a place, None after the last. With ``drop_last``, a last batch that is not full
-    is left out.
+    ``document(place)`` returns the document at a place, None after the last. The batch is numbered ``step`` and has at
+    most ``budget`` tokens; dropped documents are passed over. With ``drop_last``, a last batch of fewer than ``budget``
+    tokens is left out.
     """
     documents: list[Document] = []
     places: list[int] = []

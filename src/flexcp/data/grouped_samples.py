@@ -1,10 +1,10 @@
 """Grouped samples: merge samples with common beginnings, such as the rollouts of a prompt, into one sample: a tree.
 
-A field of the samples says which belong together. In a map-style dataset, all samples with the same value form a group,
-wherever they are; groups are in the order of their first samples. In a stream, a group is a run of consecutive samples
-with the same value. The grouped sample has the token ids of the tree, its mask, its labels if the loader has a
-``labels`` field, and a list with the remaining fields of every sample. These may differ from sequence to sequence, even
-for sequences that share tokens.
+A tree holds the common beginnings of its sequences once (:func:`flexcp.tree_of`). A field of the samples says which
+belong together. In a map-style dataset, all samples with the same value form a group, wherever they are; groups are in
+the order of their first samples. In a stream, a group is a run of consecutive samples with the same value. The grouped
+sample has the token ids of the tree, its mask, its labels if the loader has a ``labels`` field, and a list with the
+remaining fields of every sample. These may differ from sequence to sequence, even for sequences that share tokens.
 
 A tree of more than ``most`` tokens is cut into several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its
 own. For a map-style dataset this requires reading all samples when the loader is made.
@@ -30,7 +30,8 @@ SAMPLES = "samples"
 def grouped(dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None = None) -> Any:
     """Return the dataset with the samples of equal ``field`` merged into trees of at most ``most`` tokens.
 
-    The result is map-style if the dataset is, and a stream otherwise.
+    The result is map-style if the dataset is, and a stream otherwise. ``fields`` names the fields with token ids and
+    labels, and ``least_shared`` is the argument of :func:`flexcp.tree_of`. If ``most`` is None, trees have no limit.
     """
     if is_map_style(dataset):
         return GroupedSamples(dataset, field, fields, least_shared, most)
@@ -39,7 +40,11 @@ def grouped(dataset: Any, field: str, fields: Fields, least_shared: int, most: i
 
 
 def masks_of_trees(base: Masks) -> Masks:
-    """Return the masks of grouped samples: their tree, with the windows of the layers in ``base``."""
+    """Return how grouped samples get their masks: each has that of its tree, with the windows of the masks in ``base``.
+
+    Raise ValueError if ``base`` has masks per document, or masks that are neither causal nor windows that do not look
+    ahead.
+    """
     named = base.named if base.named is not None else base.one
     if (
         base.function
@@ -82,7 +87,7 @@ class GroupedSamples:
             self.groups = [part for group in self.groups for part in self._cut(group.sequences, most)]
 
     def _cut(self, numbers: list[int], most: int) -> list[TreePart]:
-        """Divide the group of these samples into trees of at most ``most`` tokens."""
+        """Divide the group of the samples with these numbers into trees of at most ``most`` tokens."""
         samples = [self.dataset[i] for i in numbers]
         parts = _parts(samples, self.field, self.fields, self.least_shared, most, f"sample {numbers[0]}")
         return [TreePart([numbers[i] for i in part.sequences], part.repeated) for part in parts]
@@ -112,11 +117,12 @@ class GroupedStream:
     def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None) -> None:
         self.dataset, self.field, self.fields, self.least_shared, self.most = dataset, field, fields, least_shared, most
         self.waiting: list[Any] = []
-        """Samples that were read but not yielded: later parts of the group, the first sample of the next group, and the
-        rest of a list of samples.
+        """Samples that were read but not yielded.
+
+        They are the later parts of the group, the first sample of the next group, and the rest of a list of samples.
         """
         self.restored: list[Any] = []
-        """The ``waiting`` samples of a loaded state, until the stream is iterated."""
+        """The samples of a loaded state that were read but not yielded, until the stream is iterated."""
         if hasattr(dataset, "set_epoch"):
             self.set_epoch = dataset.set_epoch
 
@@ -135,7 +141,10 @@ class GroupedStream:
             yield from self._given(group, [], "the last group")
 
     def _given(self, group: list[Any], behind: list[Any], where: str) -> Iterator[dict[str, Any]]:
-        """Yield the trees of a group and keep ``waiting`` up to date; ``behind`` are samples read after the group."""
+        """Yield the trees of a group and keep ``waiting`` up to date.
+
+        ``behind`` are the samples that were read after the group, and ``where`` names the group in errors.
+        """
         parts = _parts(group, self.field, self.fields, self.least_shared, self.most, where)
         for number, part in enumerate(parts):
             later = sorted(i for other in parts[number + 1 :] for i in other.sequences)
@@ -145,10 +154,10 @@ class GroupedStream:
 
 
 class StatefulGroupedStream(GroupedStream):
-    """A :class:`GroupedStream` of a stream with ``state_dict``: the state includes the samples that wait."""
+    """A :class:`GroupedStream` over a stream with ``state_dict``; it has one too, which includes samples read ahead."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream and the samples that wait."""
+        """Return the state of the underlying stream and the samples that were read from it but not yielded."""
         return {"stream": self.dataset.state_dict(), "waiting": list(self.waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +167,10 @@ class StatefulGroupedStream(GroupedStream):
 
 
 def group_value(sample: Any, field: str, where: str) -> Hashable:
-    """Return the value of a sample's group field, or raise if it has none; ``where`` names the sample."""
+    """Return the value of a sample's group field; a 0-D tensor or array becomes a plain number.
+
+    Raise ValueError if the sample has no such field or the value is not hashable; ``where`` names the sample.
+    """
     if not isinstance(sample, Mapping) or field not in sample:
         has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
         raise ValueError(f"tree_by={field!r} names a field of every sample, and {where} {has}")
@@ -172,7 +184,10 @@ def group_value(sample: Any, field: str, where: str) -> Hashable:
 def _parts(
     samples: list[Any], field: str, fields: Fields, least_shared: int, most: int | None, where: str
 ) -> list[TreePart]:
-    """Divide the samples of a group into trees of at most ``most`` tokens."""
+    """Divide the samples of a group into trees of at most ``most`` tokens (None: no limit).
+
+    A part has the indices of its sequences in ``samples``.
+    """
     if most is None:
         return [TreePart(list(range(len(samples))))]
     return parts_that_fit([ids.numpy() for _, ids in _ids(samples, field, fields, where)], least_shared, most)
@@ -188,7 +203,8 @@ def one_sample(
 ) -> dict[str, Any]:
     """Merge the samples of a group, or of a part of a group, into one sample that is a tree.
 
-    ``repeated`` is the number of its tokens that an earlier part of the group also has.
+    ``where`` names the group in errors. ``repeated`` is how many tokens of this part an earlier part of the group has
+    too.
     """
     found = _ids(samples, field, fields, where)
     tree = tree_of([ids.numpy() for _, ids in found], least_shared)
@@ -206,7 +222,11 @@ def one_sample(
 
 
 def _shared_labels(samples: list[Any], paths: list[Any], tokens: int, field: str, where: str) -> Any:
-    """Return the label of each token of a tree, or raise if samples disagree about a token that they share."""
+    """Return the label of each token of a tree of ``tokens`` tokens, from the field ``field`` of its samples.
+
+    ``paths`` has, for each sample, the places of its tokens in the tree. Raise ValueError if a sample does not have a
+    label for each of its tokens, or if samples have different labels for a token that they share.
+    """
     labels, known = np.zeros(tokens, np.int64), np.zeros(tokens, bool)
     for sample, path in zip(samples, paths, strict=True):
         given = np.asarray(sample[field])

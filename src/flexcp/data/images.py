@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Span:
-    """An image or a video in a document: its tokens ``start..stop`` and its number of frames.
+    """An image or a video in a document: its tokens ``start <= t < stop`` and its number of frames.
 
     In the encoder a frame attends only to itself. ``width`` is the number of patches in a row of a frame; only encoders
     with windows need it.
@@ -43,10 +43,11 @@ class Span:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Documents of ``lengths`` tokens with the images and videos ``spans[document]``.
+    """Documents of ``lengths`` tokens with the images and videos ``spans[document]``, in ascending order.
 
-    A square of ``merge`` patches makes a token. ``window`` is the side, in tokens, of the squares inside which most
-    layers of the encoder attend; 0 for an encoder without windows.
+    A square of ``merge`` encoder patches makes a token. ``window`` is the side, in tokens, of the squares inside which
+    most layers of the encoder attend; 0 for an encoder without windows. Raise ValueError if a span is outside its
+    document, overlaps another, or cannot be divided into its frames.
     """
 
     lengths: tuple[int, ...]
@@ -73,7 +74,7 @@ class ImageBatch:
                 end = span.stop
 
     def _check_width(self, span: Span) -> None:
-        """Raise unless the frames of a span consist of whole rows of ``span.width`` patches."""
+        """Raise ValueError unless the frames of a span are whole rows of tokens, each ``span.width`` patches wide."""
         tokens = (span.stop - span.start) // span.frames
         across = span.width // isqrt(self.merge)
         if across < 1 or span.width % isqrt(self.merge) or tokens % across:
@@ -84,14 +85,14 @@ class ImageBatch:
 
     @property
     def encoder_lengths(self) -> list[int]:
-        """The number of patches of every frame."""
+        """The number of patches of every frame, which are the documents of the encoder batch."""
         found: list[int] = []
         for span in (s for spans in self.spans for s in spans):
             found += [(span.stop - span.start) * self.merge // span.frames] * span.frames
         return found
 
     def encoder_masks(self) -> dict[str, list[Mask]]:
-        """Return the masks of the frames for each kind of layer: ``"full"`` and, if there are windows, ``"window"``."""
+        """Return the masks of the frames by kind of encoder layer: ``"full"`` and, with windows, ``"window"``."""
         found = [full()] * len(self.encoder_lengths)
         if not self.window:
             return {"full": found}
@@ -99,9 +100,10 @@ class ImageBatch:
         return {"full": found, "window": tiles}
 
     def encoder_order(self) -> Ints:
-        """Return the patch at each row of the encoder batch.
+        """Return the number of the patch at each row of the encoder batch.
 
-        Patches are numbered frame by frame, in a frame row by row of tokens.
+        Patches are numbered frame by frame, in a frame token by token (row by row), and the ``merge`` patches of a
+        token follow each other. With windows, the rows of a frame are ordered window by window instead.
         """
         if not self.window:
             return np.arange(sum(self.encoder_lengths))
@@ -118,11 +120,11 @@ class ImageBatch:
         return found
 
     def masks(self) -> list[Mask]:
-        """Return the masks of the documents: causal, and full inside a span."""
+        """Return the masks of the documents for the language model: causal, and full inside a span."""
         return [modality([(s.start, s.stop) for s in spans]) if spans else causal() for spans in self.spans]
 
     def sources(self) -> Ints:
-        """Return ``[tokens, merge]``: the rows of the encoder batch that make up each stream token, -1 for text."""
+        """Return ``[tokens, merge]``: the encoder rows that make up each token of the documents, -1 for text."""
         found = np.full((sum(self.lengths), self.merge), -1, np.int64)
         begin = row = 0
         for n, spans in zip(self.lengths, self.spans, strict=True):
@@ -139,7 +141,10 @@ class ImageBatch:
 
 @lru_cache(maxsize=1024)
 def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask]:
-    """Return the patches of a frame window by window, and the mask under which each patch sees its window."""
+    """Return the patches of a frame window by window, and the mask under which each patch sees its window.
+
+    ``height`` and ``width`` of the frame and the side ``window`` of a window are in tokens of ``merge`` patches.
+    """
     down, across = (each.reshape(-1) for each in np.mgrid[:height, :width])
     order = np.lexsort((across, down, across // window, down // window))
     number = (down // window * width + across // window)[order]
@@ -152,10 +157,10 @@ def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask
 def with_images(
     lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
 ) -> ImageBatch:
-    """Make a batch in which each document is a little text, one span, and text again.
+    """Make a batch in which each document is at most 16 tokens of text, one span, and text again.
 
-    ``shares[document]`` is the approximate share of the span in the document's tokens, ``frames[document]`` the frames
-    of the span (1 by default).
+    ``shares[document]`` is the share of the span in the document's tokens, rounded down to whole tokens per frame;
+    without any, the document is text. ``frames[document]`` is the number of frames of the span (1 by default).
     """
     spans = []
     for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):

@@ -40,7 +40,7 @@ JSONL_FIELDS = ("input_ids", "tokens", "length")
 """The fields in which a document is searched, in this order: token ids first, as a number may count characters."""
 ADVISE_ALONE = "texts (--tokenizer), other fields (--field), trees and hf: data sets are read by flexcp advise alone"
 SLACK = 8
-"""A batch leaves one in this many of the ranks' tokens free (see :func:`batch_tokens`)."""
+"""One in this many of the tokens that ranks may keep stays free in a batch (see :func:`batch_tokens`)."""
 MOST_DOCUMENTS = 100_000_000
 """The most documents of ``NxLENGTH``: a larger number is a typing error and would fill the memory."""
 
@@ -97,7 +97,7 @@ _WIKIPEDIA = (
 
 
 def _from_bins(rng: Rng, budget: int) -> int:
-    """Draw a length of ``web``: uniform inside a bin."""
+    """Draw a length of ``web``: a bin by its count, uniform inside the bin, and at most a quarter of ``budget``."""
     counts = [c for _, _, c in _WEB_BINS]
     at = int(rng.integers(sum(counts)))
     for low, high, count in _WEB_BINS:
@@ -108,7 +108,10 @@ def _from_bins(rng: Rng, budget: int) -> int:
 
 
 def _from_percentiles(rng: Rng, budget: int) -> int:
-    """Draw a length of ``wikipedia``: uniform between neighbouring percentiles, which are in millionths."""
+    """Draw a length of ``wikipedia``: uniform between neighbouring percentiles (in millionths).
+
+    ``budget`` is not used.
+    """
     at = int(rng.integers(1_000_000))
     for (p, low), (q, high) in pairwise(_WIKIPEDIA):
         if at < q:
@@ -117,7 +120,10 @@ def _from_percentiles(rng: Rng, budget: int) -> int:
 
 
 def _lognormals(*parts: tuple[float, float, float], low: int, high: int) -> Callable[[Rng, int], int]:
-    """Return a function that draws from a mixture of lognormals (weight, mu, sigma), clipped to ``low..high``."""
+    """Return a function that draws from a mixture of lognormals (weight, mu, sigma).
+
+    Draws are clipped to ``low`` and ``high``.
+    """
 
     def draw(rng: Rng, budget: int) -> int:
         u = int(rng.integers(1 << 32)) / (1 << 32)
@@ -152,7 +158,10 @@ DISTRIBUTIONS: dict[str, Callable[[Rng, int], int]] = {
 
 
 def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
-    """Draw document lengths from a named distribution that add up to exactly ``tokens``."""
+    """Draw document lengths from a named distribution until they add up to exactly ``tokens``; the last one is cut.
+
+    Raise ValueError for an unknown name or fewer than 1 token.
+    """
     if name not in DISTRIBUTIONS:
         close = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -169,7 +178,7 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
 
 
 def parse_count(word: str) -> int:
-    """Return a count of tokens, written as digits that k (1,024) or m (1,048,576) may follow.
+    """Return a count of tokens: digits that a sign may precede and k (1,024) or m (1,048,576) may follow.
 
     Raise a ValueError without a message for any other text; callers add the message.
     """
@@ -180,7 +189,13 @@ def parse_count(word: str) -> int:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Return document lengths from a text form (see ``FORMS``)."""
+    """Return document lengths, in tokens, from a text form such as ``"4096,4k,1"``.
+
+    The forms are lengths separated by commas (``4k`` is 4,096), ``64x2048`` for 64 documents of 2,048 tokens, ``@file``
+    (or the path of an existing file) for a file with one length a line or a ``.jsonl`` (:func:`jsonl_lengths`), and
+    ``NAME:TOKENS:SEED`` for a draw from a named distribution, as in ``web:131072:0`` (the seed is 0 by default). Raise
+    ValueError for any other text. Lengths in the text itself or in a ``.jsonl`` are not checked to be at least 1.
+    """
     if is_lengths_file(text):
         return _read(Path(text.removeprefix("@")))
     if text.startswith("hf:"):
@@ -214,14 +229,14 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def is_lengths_file(text: str) -> bool:
-    """Return whether a text form names a file: it begins with ``@``, or a file of that name exists."""
+    """Return whether a text form of lengths names a file: it begins with ``@``, or a file of that name exists."""
     return text.startswith("@") or (not text.isdigit() and _is(text, Path.is_file))
 
 
 def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
-    """Return the tokens of a batch for ranks that hold at most ``max_tokens_per_rank`` each.
+    """Return the tokens of a batch: 7/8 of what ``ranks`` ranks of ``max_tokens_per_rank`` tokens hold together.
 
-    One in :data:`SLACK` tokens is left free, so that ranks can keep different counts.
+    The rest is left free, so that ranks can keep different counts.
     """
     return max(1, max_tokens_per_rank * ranks * (SLACK - 1) // SLACK)
 
@@ -229,7 +244,7 @@ def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
 def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
     """Cut documents, in their order, into batches of at most ``most`` tokens; a longer document is a batch of its own.
 
-    A last batch of less than half of ``most`` is left out, because it is not typical.
+    A last batch of less than half of ``most`` is left out, because it is not typical, unless it is the only one.
     """
     found: list[list[int]] = [[]]
     filled = 0
@@ -243,7 +258,10 @@ def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def left_out_words(lengths: Sequence[int], batches: Sequence[Sequence[int]], batch: str = "batch") -> str:
-    """Describe the documents of ``lengths`` that :func:`cut_batches` left out; an empty text if it left out none."""
+    """Describe the documents of ``lengths`` that :func:`cut_batches` left out; an empty text if it left out none.
+
+    ``batches`` is its result, and ``batch`` the word for a batch in the description.
+    """
     kept = sum(map(len, batches))
     left = lengths[kept:]
     if not left:
@@ -253,8 +271,10 @@ def left_out_words(lengths: Sequence[int], batches: Sequence[Sequence[int]], bat
 
 
 def _thousands(text: str, words: Sequence[str], at: int) -> str:
-    """Return the error message for the part ``at`` of the lengths ``text``, which begins with a zero, as the parts of a
-    number with thousands separators do.
+    """Return the error message for lengths with a part that begins with a zero, such as ``16,048``.
+
+    Such parts come from numbers with thousands separators. ``text`` is the whole text, ``words`` its parts, and ``at``
+    the part that begins with a zero.
     """
     parts = [word.strip() for word in words]
     first = last = at
@@ -272,7 +292,7 @@ def _thousands(text: str, words: Sequence[str], at: int) -> str:
 
 
 def _no_length(text: str, word: str) -> str:
-    """Return the error message for ``word`` in the lengths ``text``, which is no length.
+    """Return the error message for ``word``, a part of the lengths ``text`` that is no length.
 
     A missing file and a distribution without a budget have messages of their own.
     """
@@ -287,7 +307,7 @@ def _no_length(text: str, word: str) -> str:
 
 
 def _is(text: str, kind: Callable[[Path], bool]) -> bool:
-    """Return whether ``text`` is the path of a file or folder, as ``kind`` tests."""
+    """Return whether ``text`` is the path of a file or folder; ``kind`` is ``Path.is_file`` or ``Path.is_dir``."""
     try:
         return kind(Path(text))
     except OSError:  # too long for a file name: the text is a list of lengths
@@ -295,10 +315,11 @@ def _is(text: str, kind: Callable[[Path], bool]) -> bool:
 
 
 def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
-    """Read document lengths from a file with one JSON value a line.
+    """Read document lengths, in tokens, from a file with one JSON value a line.
 
     A line may be a number of tokens, a list of tokens, or an object that has one of these in ``field`` (by default the
-    first of ``JSONL_FIELDS`` that it has).
+    first of ``input_ids``, ``tokens`` and ``length`` that it has). Raise ValueError if the file cannot be read, holds
+    nothing, or a line is anything else.
     """
     found = []
     try:
@@ -316,8 +337,9 @@ def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
 
 
 def tokens_in(document: list[Any], where: str) -> int:
-    """Return the number of token ids in a list from a file; raise ValueError for a list of lists or objects, which is
-    several documents. ``where`` names the line in errors.
+    """Return the number of token ids in a list from a file; ``where`` names the line in errors.
+
+    Raise ValueError for a list of lists or objects, because that is several documents.
     """
     inner = next((x for x in document if isinstance(x, list | dict)), None)
     if inner is not None:
@@ -329,7 +351,10 @@ def tokens_in(document: list[Any], where: str) -> int:
 
 
 def _json_length(line: str, field: str | None, where: str) -> int:
-    """Return the document length in one line of a JSON lines file; ``where`` names the line in errors."""
+    """Return the document length in one line of a JSON lines file; ``where`` names the line in errors.
+
+    ``field`` is the field of an object that holds the document (None: the first of :data:`JSONL_FIELDS`).
+    """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -350,7 +375,10 @@ def _json_length(line: str, field: str | None, where: str) -> int:
 
 
 def _read(path: Path) -> list[int]:
-    """Read document lengths from a file: JSON lines, or one number a line."""
+    """Read document lengths from a file: JSON lines, or one number of at least 1 a line.
+
+    Raise ValueError for any other content.
+    """
     if path.suffix.lower() in JSONL:
         return jsonl_lengths(path)
     try:

@@ -78,17 +78,19 @@ class Loader:
     """Batches of a dataset, planned ahead; iterate it once per epoch.
 
     ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a
-    mapping of fields, or its token ids alone; ``samples`` says which fields hold what. Batches hold documents in order
-    up to ``budget`` tokens, and ``batches`` says what happens to those that do not fit. With ``shuffle``, each epoch
-    has an order of its own, made from ``seed``. ``planning`` says how plans are made while earlier steps train.
+    mapping of fields, or its token ids alone (in lists, samples must be mappings); ``samples`` says which fields hold
+    what. Batches hold documents in order up to ``budget`` tokens, and ``batches`` says what happens to those that do
+    not fit. With ``shuffle``, each epoch has an order of its own, made from ``seed``. ``planning`` says how plans are
+    made while earlier steps train.
 
     ``group`` is the ranks that share each batch, as many as the planner is for: a process group or a 1-D DeviceMesh
     axis. Without a group, the loader is for one rank. In a run of several ranks this gives a warning, unless
     ``group="alone"`` or a ``DistributedSampler`` says that every rank has its own samples (data parallelism).
 
     ``mask`` is one for all documents or, for a map-style dataset, a list with one for each;
-    ``masks={"name": (mask, layers)}`` does the same for several kinds of layers. By default documents are causal. A
-    mask may make a sample a tree. :class:`Samples` has other sources of masks.
+    ``masks={"name": (mask, layers)}`` does the same for several kinds of layers, where ``layers`` is how many layers
+    use the mask. By default documents are causal. With a mask of :func:`flexcp.tree`, a sample is a tree of sequences.
+    :class:`Samples` has other sources of masks.
 
     Tensors are moved to ``device``. ``telemetry`` follows every step (docs/telemetry.md).
 
@@ -153,7 +155,7 @@ class Loader:
         self._closed = False
 
     def _plans(self, planner: PlannerLike, planning: Planning) -> Pool | SharedPlans:
-        """Return the processes that plan ahead, of this rank or shared by all."""
+        """Return what makes the plans: planner processes of this rank, or of all ranks together if plans are shared."""
         packed = "rows" if packs_by_rows(torch.device(self.device or "cpu").type) else "fields"
         wish = RecipeWish(self.peers.rank, packed)
         pool = Pool(planner, planning.workers if planning.lookahead else 0, planning.patience, self.stats, wish)
@@ -165,7 +167,11 @@ class Loader:
         return pool
 
     def _most_of_a_tree(self, planner: PlannerLike, limits: BatchLimits) -> int | None:
-        """Return the most tokens of a tree before it is cut, or None if trees are never cut."""
+        """Return the most tokens of a tree before it is cut, or None if trees are never cut.
+
+        With micro-batches it is what all ranks may keep together, with ``too_long="cut"`` the longest document; the
+        smaller of both counts.
+        """
         cap, pad_to = getattr(planner, "max_tokens_per_rank", None), self.options.get("pad_to") or 1
         room = None if cap is None or not self.micro_batches else cap // pad_to * pad_to * self.peers.size
         return min((n for n in (room, limits.longest if limits.too_long == "cut" else None) if n), default=None)
@@ -179,7 +185,11 @@ class Loader:
         return self._steps(self._iteration)
 
     def _steps(self, iteration: int) -> Iterator[LocalBatch]:
-        """Yield the rest of the epoch; the plans of later batches are ordered before a batch is handed out."""
+        """Yield the batches of the rest of the epoch; plans of later batches are ordered before a batch is handed out.
+
+        Raise RuntimeError if the loader was iterated again or loaded a state since ``iteration``, the number of this
+        iteration.
+        """
         self.plans.forget()
         check_same(self._said_by_all(), self.peers)
         self.source.begin(self.epoch, self.place)
@@ -214,7 +224,7 @@ class Loader:
         self.epoch, self.place, self.step = self.epoch + 1, 0, 0
 
     def _said_by_all(self) -> dict[str, Any]:
-        """Return the values that must be the same on all ranks, under the names that users know."""
+        """Return the values that must be the same on all ranks, under names for an error message."""
         limits = self.reading.limits
         return {
             "samples": self._samples(),
@@ -233,7 +243,7 @@ class Loader:
         }
 
     def _refuse_nothing(self) -> None:
-        """Raise if the epoch has no batch, unless ``drop_last`` left out its only one."""
+        """Raise ValueError if the epoch has no batch; with ``drop_last``, only if the dataset has no sample either."""
         if self.step or (self.drop_last and self.source.document(0) is not None):
             return
         raise ValueError(
@@ -242,7 +252,10 @@ class Loader:
         )
 
     def _look_ahead(self, ahead: deque[BatchSpec], place: int, step: int) -> tuple[int, int]:
-        """Order plans until ``lookahead`` steps (at least one) are ahead; return place and step of the next batch."""
+        """Order plans until ``lookahead`` steps (at least one) are in ``ahead``, or the epoch ends.
+
+        ``place`` and ``step`` are those of the first batch that is not ordered yet; return them as they are afterwards.
+        """
         while len(ahead) < max(1, self.lookahead):
             spec = next_batch(self.source.document, place, step, self.reading.limits.budget, self.drop_last)
             if spec is None:
@@ -256,7 +269,7 @@ class Loader:
         return place, step
 
     def _local_parts(self, spec: BatchSpec, parts: list[PlannedPart]) -> list[LocalBatch]:
-        """Return the batch of a step, or its micro-batches; their weights are their shares of the step's labels."""
+        """Return the batch of a step, or its micro-batches; the weight of each is its share of the step's labels."""
         found = [self._local(spec.take(part.documents), part) for part in parts]
         labels = sum(counted for _, counted in found)
         return [
@@ -265,9 +278,10 @@ class Loader:
         ]
 
     def _local(self, spec: BatchSpec, part: PlannedPart) -> tuple[LocalBatch, int]:
-        """Bind the plan of a part, read or receive this rank's rows, and count the labels of all ranks.
+        """Bind the plan of a part and get this rank's rows; return the batch and how many labels count on all ranks.
 
-        The batch's own ``valid`` is at least 1, because losses are divided by it.
+        Rows are read, or received from the ranks that read them. The batch's own ``valid`` is at least 1, because
+        losses are divided by it.
         """
         step = bind(part.plan, self.group, self.timeout, self.telemetry, recipe=part.recipe)
         placement, source = part.plan.placement, self.source
@@ -294,14 +308,20 @@ class Loader:
         return batch, valid
 
     def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
-        """Read the documents of a batch that this rank keeps tokens of."""
+        """Read the documents in ``kept``, of which this rank keeps tokens; return samples by number in the batch.
+
+        As long as the fields of samples are not known, a rank that keeps no tokens reads one document to learn them.
+        """
         held = {d: source.read(spec.documents[d]) for d in np.unique(kept).tolist()}
         if source.schema is None:
             source.read(spec.documents[0])
         return held
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch; raise TypeError if lengths are not known."""
+        """Return the number of steps of an epoch, which may have several micro-batches each.
+
+        Raise TypeError if lengths are not known before samples are read.
+        """
         if not isinstance(self.source, Known):
             raise TypeError(
                 "the number of batches is not known before the samples are read; give the Loader their lengths"
@@ -330,9 +350,10 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Call this on every rank, before iterating.
+        """Continue from a state of :meth:`state_dict`. Call this on every rank, before iterating.
 
-        Look-ahead, workers, ranks and budget may differ from those when the state was saved.
+        Look-ahead, workers, ranks and budget may differ from those when the state was saved. Raise ValueError if the
+        state is damaged, or if ``shuffle``, ``seed`` or the number of samples differ.
         """
         if not isinstance(state, Mapping):
             raise ValueError(
@@ -358,7 +379,10 @@ class Loader:
         return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples
 
     def _planned(self, spec: BatchSpec) -> list[PlannedPart]:
-        """Return the planned parts of a step; an error that names documents also says which samples they are."""
+        """Return the planned parts of a step; if it could not be planned, raise PlanningError.
+
+        Errors number documents within a step, so which samples these are is added to the message.
+        """
         try:
             return self.plans.take(spec.step)
         except PlanningError as error:
@@ -373,7 +397,7 @@ class Loader:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the planner processes; they also end when the loader is collected or the process ends."""
+        """End the planner processes; they also end when the loader is garbage-collected or the process ends."""
         self._iteration += 1
         self._closed = True
         self.plans.close()
@@ -388,11 +412,14 @@ class Loader:
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(Loader).parameters if name != "old")
-"""Arguments that a Loader takes today, without those that are deprecated."""
+"""Names of the arguments that a Loader takes today, without those that are deprecated."""
 
 
 def _peers(group: dist.ProcessGroup | None, cpu_group: dist.ProcessGroup | None, timeout: timedelta) -> Peers:
-    """Return the ranks that samples are shared with, over ``cpu_group`` if there is one; raise if it does not fit."""
+    """Return the ranks with which samples are shared, over ``cpu_group`` if there is one, else over ``group``.
+
+    Raise ValueError if ``cpu_group`` does not have as many ranks as ``group``.
+    """
     peers = Peers(cpu_group if cpu_group is not None else group, timeout)
     if cpu_group is not None and (group is None or dist.get_world_size(group) != peers.size):
         raise ValueError(f"cpu_group has {peers.size} ranks; make it of the same ranks as group, in the same order")
@@ -400,7 +427,7 @@ def _peers(group: dist.ProcessGroup | None, cpu_group: dist.ProcessGroup | None,
 
 
 def may_differ(strategy: str) -> bool:
-    """Return whether a strategy may find different plans for one batch on two machines.
+    """Return whether a strategy, such as ``dcp``, may find different plans for one batch on two machines.
 
     This is so for strategies that use a partitioner with floating-point arithmetic.
     """
@@ -408,7 +435,11 @@ def may_differ(strategy: str) -> bool:
 
 
 def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
-    """Return the source for a dataset, or raise if arguments need a map-style dataset and it is none."""
+    """Return the source for a dataset: ``Known`` if lengths and masks are known without reading samples, else ``Read``.
+
+    ``lengths`` defaults to the dataset's attribute of that name. Raise ValueError if arguments need a map-style dataset
+    and it is none, or if there is not one mask, list of spans or length for each sample.
+    """
     by_number = [s for s in (reading.masks.by_number, reading.masks.spans_by_number) if s is not None]
     by_number += [m for m, _ in (reading.masks.named or {}).values() if not isinstance(m, Mask)]
     if not is_map_style(dataset):
@@ -430,7 +461,10 @@ def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known
 
 
 def _checked_lengths(lengths: Any, samples: int) -> Ints:
-    """Return the lengths as an array, or raise unless there is a positive one for each sample."""
+    """Return the lengths as an array; raise ValueError unless there is a positive one for each of ``samples`` samples.
+
+    ``lengths`` is a sequence of numbers, or a text for :func:`~flexcp.data.lengths.parse_lengths`.
+    """
     given = np.asarray(parse_lengths(lengths) if isinstance(lengths, str) else lengths)
     if given.shape != (samples,) or not np.issubdtype(given.dtype, np.integer):
         raise ValueError(

@@ -18,7 +18,10 @@ from flexcp.data.row_sharing import Peers
 
 
 def check_same(mine: Mapping[str, Any], peers: Peers) -> None:
-    """Raise ValueError on every rank unless each named value of ``mine`` is the same on all ranks."""
+    """Raise ValueError on every rank unless all ranks have the same values in ``mine``; all ranks call this together.
+
+    The keys of ``mine`` are names for the error message.
+    """
     told = peers.all_gather(dict(mine))
     for name in mine:
         for rank, theirs in enumerate(told):
@@ -31,7 +34,7 @@ def check_same(mine: Mapping[str, Any], peers: Peers) -> None:
 
 
 def sampler_share(dataset: Any) -> tuple[int, int] | None:
-    """Return (rank, ranks) of the DistributedSampler of a torch DataLoader, or None if it has none."""
+    """Return (rank, ranks) of the DistributedSampler if ``dataset`` is a torch DataLoader with one, else None."""
     for sampler in (
         getattr(dataset, "sampler", None),
         getattr(getattr(dataset, "batch_sampler", None), "sampler", None),

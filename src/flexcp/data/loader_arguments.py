@@ -16,7 +16,7 @@ from flexcp.masks import Mask, causal, public_name
 
 
 def check_planner(planner: Any) -> None:
-    """Raise if ``planner`` is no planner, for example because dataset and planner were exchanged."""
+    """Raise ValueError if ``planner`` cannot be called, for example because dataset and planner were exchanged."""
     if not callable(planner):
         raise ValueError(
             f"Loader(dataset, planner, ...) takes the planner second: flexcp.Planner(...); got {named_kind(planner)}"
@@ -24,7 +24,7 @@ def check_planner(planner: Any) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise if ``dataset`` is no collection of samples, for example a text or a mapping of columns."""
+    """Raise ValueError if ``dataset`` is no collection of samples, but for example a text or a mapping of columns."""
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         raise ValueError(
             "Loader(dataset, planner, ...) takes the dataset first, samples to be read by number or one after the "
@@ -41,7 +41,11 @@ def check_dataset(dataset: Any) -> None:
 
 
 def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
-    """Return how documents get their masks, from the Loader's arguments; raise if they contradict each other."""
+    """Return how documents get their masks, from the Loader's arguments ``mask``, ``masks``, ``mask_fn`` and ``spans``.
+
+    Raise ValueError if more than one is given, except ``mask_fn`` with ``spans`` (``mask_fn`` then makes the masks), or
+    if one has a wrong type.
+    """
     given = [n for n, v in (("mask", mask), ("masks", masks), ("mask_fn", mask_fn), ("spans", spans)) if v is not None]
     if len(given) > 1 and given != ["mask_fn", "spans"]:
         raise ValueError(
@@ -66,7 +70,7 @@ def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
 
 
 def _check_masks(masks: Any) -> None:
-    """Raise unless ``masks`` is a mapping of names to (mask, layers)."""
+    """Raise ValueError unless ``masks`` is a mapping of names to (mask or list of masks, number of layers)."""
     wanted = "masks= is {'name': (mask, layers)}, with how many layers use each mask"
     if not isinstance(masks, Mapping):
         raise ValueError(f"{wanted}; got {named_kind(masks)}")
@@ -88,7 +92,7 @@ def _may_be_masks(given: Any) -> bool:
 def _instead(before: str, given: Any, after: str = "") -> str:
     """Return the end of an error message for a value that is no mask: what it is, and what to write instead.
 
-    ``before`` and ``after`` are the code around the mask, such as ``mask=``.
+    ``before`` and ``after`` are the code to show before and after the mask, such as ``mask=``.
     """
     if isinstance(given, int):
         return (

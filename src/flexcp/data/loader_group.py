@@ -25,16 +25,20 @@ HOW = "a ProcessGroup or a DeviceMesh axis such as mesh['cp']"
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | Literal["alone"] | None) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that share batches, or None if the loader is for one rank."""
+    """Return the process group of the ranks that share batches, or None if the loader is for one rank.
+
+    ``group`` is the Loader's argument; raise ValueError for a text other than ``"alone"``.
+    """
     if isinstance(group, str) and group != ALONE:
         raise ValueError(f"group= is {HOW}, or {ALONE!r} for one rank's own batches; got {group!r}")
     return None if group is None or isinstance(group, str) else process_group(group, "the Loader")
 
 
 def check_group(given: Any, size: int, planner: Any, dataset: Any) -> None:
-    """Raise if the planner is not for ``size`` ranks; warn if no group was given in a run of several ranks.
+    """Raise ValueError if the planner is not for ``size`` ranks; warn if no group was given in a run of several ranks.
 
-    ``given`` is the argument ``group=`` and ``size`` the number of ranks of that group.
+    ``given`` is the argument ``group=`` and ``size`` the number of ranks of that group (1 without a group). There is no
+    warning if ``dataset`` has a ``DistributedSampler``.
     """
     cluster = getattr(planner, "cluster", None)
     ranks = size if cluster is None else cluster.ranks

@@ -7,7 +7,7 @@
         planning=flexcp.data.Planning(workers=2),
     )
 
-Until version 0.2 each of their fields was an argument of the Loader; they are still taken, with a warning
+Before version 0.2 their fields were arguments of the Loader itself. It still takes these, with a DeprecationWarning
 that says the new spelling.
 """
 
@@ -33,9 +33,10 @@ class Samples:
     """What a sample of the dataset holds.
 
     ``tokens`` and ``labels`` name the fields with token ids and labels. By default token ids are in ``tokens`` or
-    ``input_ids``, and each token's label is the next token. ``ignore`` marks tokens without a label, also for
-    ``batch.step.loss``. Fields named in ``document_fields`` belong to the document as a whole, not to its tokens. Where
-    ranks are padded to equal counts, the extra token ids are ``pad_token``.
+    ``input_ids``, and each token's label is the next token. A labels field has one label per token, not shifted; the
+    loader shifts them. The label ``ignore`` marks tokens that do not count, also for ``batch.step.loss``. Fields named
+    in ``document_fields`` belong to the document as a whole, not to its tokens. Where ranks are padded to equal counts,
+    the extra token ids are ``pad_token``.
 
     ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) gives the lengths of a map-style dataset without reading
     it; by default its attribute ``lengths`` is used, if it has one. With known lengths and masks, a rank reads only the
@@ -43,13 +44,15 @@ class Samples:
     each sample is read once, by one rank, and shared.
 
     ``mask_fn(sample)`` returns the sample's mask, or several as ``{"name": (mask, layers)}``. ``spans`` (the name of a
-    field, or a list with the spans of each document) gives :func:`flexcp.masks.modality` masks.
+    field, or a list with the spans of each document) gives :func:`flexcp.masks.modality` masks; spans are
+    ``[(start, end), ...]``, the images of a document.
 
     ``tree_by`` names a field, such as the number of a prompt; samples with the same value are merged into one tree,
     which holds their common beginnings once. The tree's document has a field ``samples`` with the other fields of each
     sample, in order, and ``stats.tokens_saved`` counts the tokens saved. In a stream, the samples of a tree must follow
-    each other. With ``tree_by``, the loader's ``mask`` or ``masks`` must be causal or windows, which are measured on
-    the path; ``least_shared`` is that of :func:`flexcp.tree_of`.
+    each other. With ``tree_by``, the loader's ``mask`` or ``masks`` must be causal or windows; a window counts the
+    tokens of a sequence and not those of other branches. Fewer than ``least_shared`` common tokens are repeated instead
+    of shared (:func:`flexcp.tree_of`).
     """
 
     tokens: str | None = None
@@ -68,10 +71,11 @@ class Samples:
 class Batches:
     """Which documents a batch holds.
 
-    ``too_long`` says what happens to documents of more than ``max_length`` tokens (by default the loader's budget):
-    ``"refuse"``, ``"cut"`` or ``"drop"``. ``drop_last`` leaves out the last batch of an epoch unless it is full. With
-    ``micro_batches``, a batch over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is handed out
-    in several parts, as many on every rank, each a :class:`LocalBatch` with its ``weight``.
+    ``too_long`` says what happens to documents of more than ``max_length`` tokens (by default, and at most, the
+    loader's budget): ``"refuse"`` raises ValueError, ``"cut"`` keeps their first ``max_length`` tokens, and ``"drop"``
+    leaves them out. ``drop_last`` leaves out the last batch of an epoch unless it has exactly as many tokens as the
+    budget. With ``micro_batches``, a batch over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``)
+    is handed out in several parts, as many on every rank, each a :class:`LocalBatch` with its ``weight``.
 
     A tree that ``Samples(tree_by=...)`` made and that is too large is cut between its sequences into several trees, and
     ``stats.tokens_repeated`` counts the tokens that these hold more than once. It is too large over ``max_length`` if
@@ -92,16 +96,17 @@ class Batches:
 class Planning:
     """How steps are planned while earlier ones train.
 
-    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). With
-    ``share_plans`` each step is planned on one rank for all. By default every rank plans for itself, except with
-    ``hypergraph`` and ``dcp``, which may find different plans on different ranks. ``patience`` is how many seconds the
-    loop waits for a planner process before it plans the step itself, ``timeout`` how long it waits for other ranks.
-    ``plan_options`` are arguments for the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``).
-    ``cpu_group`` is a gloo group for sharing samples if the loader's group is an NCCL group.
+    ``lookahead`` steps are planned ahead by ``workers`` processes; if either is 0, each step is planned in this process
+    when it is needed. With ``share_plans`` each step is planned on one rank for all. By default every rank plans for
+    itself, except with the strategies ``hypergraph`` and ``dcp``, which may find different plans on different ranks.
+    ``patience`` is how many seconds the training loop waits for a planner process before it plans the step itself,
+    ``timeout`` how many seconds it waits for other ranks. ``plan_options`` are arguments for the planner's call
+    (``tokens="equal"``, ``pad_to=128``, ``layout=...``). ``cpu_group`` is a gloo group for sharing samples if the
+    loader's group is an NCCL group.
 
     With ``follow_speeds=n``, every n steps the ranks agree on how fast each of them computed, as measured by the
-    loader's telemetry, and later steps are planned with these speeds. The corrections are in
-    :meth:`Loader.state_dict`, so a loader that loads them makes the same plans.
+    loader's telemetry, and later steps are planned with these speeds. The corrections are in :meth:`Loader.state_dict`,
+    so a loader that loads them makes the same plans.
     """
 
     lookahead: int = 4
@@ -126,19 +131,23 @@ KINDS: dict[str, type[Samples] | type[Batches] | type[Planning]] = {
     "planning": Planning,
 }
 OLD_ARGUMENTS = {field.name: part for part, kind in KINDS.items() for field in fields(kind)}
-"""Arguments that a Loader took until version 0.2, each with the argument that has it as a field now."""
+"""Arguments that a Loader took before version 0.2, with the argument that has each as a field now.
+
+``workers`` gives ``"planning"``.
+"""
 
 
 def check_tokens(name: str, value: object) -> None:
-    """Raise unless an argument is a whole number of tokens."""
+    """Raise ValueError unless ``value``, the argument ``name``, is a whole number; it may be 0 or negative."""
     if not isinstance(value, int | np.integer):
         raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
 
 
 def warn_of_old_arguments(old: Collection[str], known: Collection[str], stacklevel: int) -> None:
-    """Warn how to write arguments that a Loader took until version 0.2; raise TypeError for a name that it never took.
+    """Warn how to write arguments that a Loader took before version 0.2; raise TypeError for a name that it never took.
 
-    ``known`` are the arguments that a Loader takes today, and ``stacklevel`` finds the line that made it.
+    ``old`` are the names to check, ``known`` the arguments that a Loader takes today, and ``stacklevel`` is that of
+    ``warnings.warn``, so that the warning names the line that made the Loader.
     """
     for name in old:
         if name not in OLD_ARGUMENTS:
@@ -155,7 +164,12 @@ def warn_of_old_arguments(old: Collection[str], known: Collection[str], stacklev
 
 
 def with_old_arguments(part: str, given: Part, old: Mapping[str, Any]) -> Part:
-    """Return the settings ``given`` as argument ``part`` of a Loader, with those of the old arguments that it has."""
+    """Return the settings ``given``, with the values of deprecated arguments that are fields of these settings now.
+
+    ``part`` is the Loader's argument for the settings (``"samples"``, ``"batches"`` or ``"planning"``), and ``old`` are
+    the deprecated arguments by name. Raise ValueError if ``given`` is of another class, and TypeError for a value that
+    is given both ways.
+    """
     if not isinstance(given, KINDS[part]):
         raise ValueError(f"{part}= is made by flexcp.data.{KINDS[part].__name__}(...); got {given!r}")
     mine = {name: value for name, value in old.items() if OLD_ARGUMENTS[name] == part}

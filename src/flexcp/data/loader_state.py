@@ -14,7 +14,10 @@ LARGEST = 1 << 62
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``state`` is no loader state of this version, or lacks a field."""
+    """Raise ValueError if ``state`` is no loader state of this version, lacks a field, or is not at a possible place.
+
+    The state of the dataset in it (``source``) is not checked.
+    """
     if state.get("format") != FORMAT:
         raise ValueError(
             f"this is no state of a flexcp Loader of this version: its format is {shown(state.get('format'))}"

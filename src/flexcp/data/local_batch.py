@@ -1,4 +1,4 @@
-"""LocalBatch: the part of a batch that one rank gets, as tensors in the local order of its step."""
+"""LocalBatch: the part of a batch that one rank gets, as tensors with a row for each token that the rank keeps."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """One rank's part of a global batch.
+    """One rank's part of a global batch or, with micro-batches, of one micro-batch, which is then meant by "the batch".
 
     ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and
     the per-token ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the
-    document of each row, -1 for a pad. ``valid`` is the loss normaliser: the number of labels that count in the whole
-    batch, over all ranks (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks.
-    ``step.loss`` and ``step.share`` do this division themselves: give them this rank's labels or their count, not
-    ``valid``.
+    number of each row's document in the batch, -1 for a pad. ``valid`` is the loss normaliser: the number of labels
+    that are not ``ignore`` in the whole batch, over all ranks (at least 1). A loss is ``local sum / valid``, and
+    gradients are summed over ranks. ``step.loss`` and ``step.share`` do this division themselves: give them this rank's
+    labels or their count, not ``valid``.
 
-    A batch with a tree has ``edges`` instead of labels, for ``step.loss(logits, batch.edges)`` and ``step.log_probs``,
-    and ``valid`` counts positions of sequences. In other batches ``edges`` is None.
+    A batch with a tree has ``edges`` (pairs of a token and a next token) instead of labels, for
+    ``step.loss(logits, batch.edges)`` and ``step.log_probs``, and in trees ``valid`` counts a label once for every
+    sequence that it is part of. In other batches ``edges`` is None.
     """
 
     step: Step
@@ -55,16 +56,14 @@ class LocalBatch:
     epoch: int
     micro_batch: int = 0
     micro_batches: int = 1
-    """Which micro-batch of the step this is, and how many there are, the same on every rank."""
+    """Which micro-batch of the step this is, from 0, and how many there are, the same on every rank."""
     weight: float = 1.0
-    """The micro-batch's share of the step's labels (0 for one without a label): multiply its mean loss, such as
-    ``step.loss``, by this.
-    """
+    """The micro-batch's share of the step's labels (1 if the step has none); multiply its ``step.loss`` by this."""
     edges: Edges | None = None
 
     @property
     def labels(self) -> Tensor:
-        """The label of each row, by default its next token; raises if the batch has a tree."""
+        """The label of each row, by default its next token; raises NotImplementedError if the batch has a tree."""
         if self.edges is not None:
             raise NotImplementedError(
                 "this batch has a tree, in which a token may have several next tokens, and labels hold one a row: take "
@@ -84,7 +83,11 @@ def local_batch(
     device: torch.device | str | None,
     ignore: int,
 ) -> LocalBatch:
-    """Make the batch of a rank from its columns and values, with the tensors on ``device``."""
+    """Make this rank's batch from its columns and values, with the tensors on ``device`` (None: where they are).
+
+    ``kept`` are the tokens that the rank keeps, ``values`` the per-document fields by document number, and ``valid``
+    the labels that count on all ranks. The step is told the label to ``ignore`` and the token ids.
+    """
     of_rows = np.full(step.local_tokens, -1, np.int64)
     segment, within = spread(kept.rows)
     of_rows[kept.at[segment] + within] = kept.document[segment]
@@ -114,10 +117,10 @@ def local_batch(
 
 
 def _edges(step: Step, labels: Tensor, ignore: int) -> Edges:
-    """Return the edges of a batch.
+    """Return the edges of a batch with a tree: the pairs of a token and a next token, with the label of the next token.
 
     In trees, labels are in the rows of their own tokens; in plain documents they are one row earlier, so they are
-    shifted back first.
+    shifted back first. All ranks call this together.
     """
     batch = step.plan.batch
     stream = step.gather(labels)

@@ -15,7 +15,7 @@ _WORD = (1 << 64) - 1
 
 
 def epoch_order(samples: int, shuffle: bool, seed: int, epoch: int) -> Ints:
-    """Return the sample numbers 0..samples-1 in the order of an epoch."""
+    """Return the sample numbers ``0 <= i < samples`` in the order of an epoch: ascending, or with ``shuffle`` mixed."""
     if not shuffle:
         return np.arange(samples, dtype=np.int64)
     start = _mixed(np.array([_mixed_integer(seed, epoch)], np.uint64))[0]
@@ -39,7 +39,10 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def count_batches(lengths: Ints, budget: int, drop_last: bool) -> int:
-    """Return how many batches of at most ``budget`` tokens the documents fill, in their order."""
+    """Return how many batches of at most ``budget`` tokens the documents fill, in their order.
+
+    No document may be longer than ``budget``. With ``drop_last``, a last batch of fewer tokens is not counted.
+    """
     ends = np.cumsum(lengths)
     count, place, before = 0, 0, 0
     while place < len(lengths):

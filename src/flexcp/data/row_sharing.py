@@ -1,9 +1,10 @@
 """Row sharing: send the rows of a sample from the rank that read it to the ranks that keep its tokens.
 
-All ranks know the plan, which rank read which document, and the columns of a sample, so both sides of a message know
-its content and size beforehand. A message from the reader to a keeper holds, for every column, the keeper's rows of the
-reader's documents in the keeper's local order, and then the values of these documents. Messages travel through the
-loader's group, or through its CPU group if it has one: with gloo from host memory, with NCCL through the device.
+A sample has per-token columns, such as tokens and labels, and per-document values. All ranks know the plan, which rank
+read which document, and the columns of a sample, so both sides of a message know its size and layout beforehand. A
+message from the reader to a keeper holds, for every column, the keeper's rows of the reader's documents in the keeper's
+local order, and then the pickled values of these documents. Messages travel through the loader's group, or through its
+CPU group if it has one: with gloo from host memory, with NCCL through the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Ints = NDArray[np.int64]
 
 
 class Peers:
-    """The ranks that share samples; without a group, this rank alone. No call waits longer than ``timeout``."""
+    """The ranks that share samples; without a group, this rank alone.
+
+    ``timeout`` is the time limit of each exchange between CPU ranks; NCCL groups have their own.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self.collectives = Collectives(group, timeout)
@@ -43,17 +47,17 @@ class Peers:
         return torch.device("cuda", torch.cuda.current_device())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks."""
+        """Return the values of all ranks, in the order of ranks; values are pickled. All ranks call this together."""
         return self.collectives.told("the loader's exchange of lengths", value, self.device)
 
     def total(self, count: int) -> int:
-        """Return the sum of ``count`` over all ranks."""
+        """Return the sum of ``count`` over all ranks; all ranks call this together."""
         return int(self.collectives.summed("the loader's count of labels", torch.tensor(count, device=self.device)))
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Send bytes to peers and return the bytes received from each; ``sizes`` are those to receive.
+        """Send the bytes ``sent[peer]`` to each peer, and return the bytes received, by peer, on the CPU.
 
-        Empty messages are not sent.
+        ``sizes[peer]`` is how many bytes come from a peer. Empty messages are not sent, and not in the result.
         """
         device = self.device
         arriving = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in sizes.items() if n}
@@ -65,7 +69,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class Segments:
-    """The tokens that a rank keeps, as ranges of documents in local order.
+    """The tokens that a rank keeps, as ranges of documents in the order of the rank's local rows.
 
     Segment i is ``rows[i]`` tokens of ``document[i]`` from token ``first[i]`` on; they begin at local row ``at[i]``.
     """
@@ -76,7 +80,7 @@ class Segments:
     rows: Ints
 
     def of_documents(self, documents: NDArray[np.bool_]) -> Segments:
-        """Return the segments of the documents marked in ``documents``."""
+        """Return the segments of those documents for which ``documents[document]`` is True."""
         keep = documents[self.document]
         return Segments(self.at[keep], self.document[keep], self.first[keep], self.rows[keep])
 
@@ -94,7 +98,10 @@ def segments(placement: Placement, rank: int) -> Segments:
 def local_columns(
     kept: Segments, rows: int, samples: Mapping[int, Sample], schema: Schema, pads: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Return columns of ``rows`` local rows: the rows of the segments from the samples, the others filled with pads."""
+    """Return columns of ``rows`` local rows: the rows of the segments from the samples, the others filled with pads.
+
+    ``samples`` are by document, and ``pads`` by name of the column (0 by default). ``schema`` lists the columns.
+    """
     out = {}
     for name, dtype, shape in schema:
         out[name] = torch.full((rows, *shape), pads.get(name, 0), dtype=dtype)
@@ -117,7 +124,8 @@ def shared(
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
     """Exchange rows with all ranks; return this rank's columns and the values of the documents it keeps tokens of.
 
-    ``held`` are the documents that this rank read.
+    ``documents`` are those of the batch, and ``held`` are the samples that this rank read, by document. ``schema`` and
+    ``pads`` are as in :func:`local_columns`.
     """
     readers = np.array([d.reader for d in documents], np.int64)
     mine = segments(placement, peers.rank)
@@ -141,7 +149,7 @@ def _documents_of(part: Segments) -> list[int]:
 
 
 def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tensor:
-    """Return the message with a keeper's rows of this rank's documents, as bytes."""
+    """Return the bytes that go to a keeper: the rows ``part`` of documents that this rank read, and their values."""
     rows = list(zip(part.document.tolist(), part.first.tolist(), part.rows.tolist(), strict=True))
     pieces = []
     for name, _, _ in schema:
@@ -163,7 +171,7 @@ def _row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _message_bytes(part: Segments, documents: Sequence[Document], schema: Schema) -> int:
-    """Return the size in bytes of a message with these segments."""
+    """Return the size in bytes of a message with these segments and the values of their documents."""
     each = sum(_row_bytes(dtype, shape) for _, dtype, shape in schema)
     return int(part.rows.sum()) * each + sum(documents[d].value_bytes for d in _documents_of(part))
 
@@ -171,7 +179,10 @@ def _message_bytes(part: Segments, documents: Sequence[Document], schema: Schema
 def _unpacked(
     data: Tensor, part: Segments, documents: Sequence[Document], schema: Schema, columns: dict[str, Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Write the rows of a message into ``columns``; return the values of its documents."""
+    """Write the rows of the message ``data`` into ``columns``; return the values of its documents, by document.
+
+    ``part`` are the segments of this rank that the message holds.
+    """
     at = 0
     for name, dtype, shape in schema:
         each = _row_bytes(dtype, shape)

@@ -45,7 +45,10 @@ Schema = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of special fields of a sample, and the label (``ignore``) that does not count in a loss."""
+    """The names of special fields of a sample (see :class:`~flexcp.data.loader_settings.Samples`).
+
+    ``ignore`` is the label of tokens that do not count in a loss.
+    """
 
     tokens: str | None = None
     labels: str | None = None
@@ -72,9 +75,10 @@ class Sample:
 
 
 def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | None = None) -> Sample:
-    """Split a sample into columns and values, and cut it to ``limit`` tokens; ``where`` names it in errors.
+    """Split a sample into columns and values, and cut it to its first ``limit`` tokens; ``where`` names it in errors.
 
-    ``tree`` is the tree of the sample, if it is one; its labels are not shifted.
+    ``tree`` is the tree of the sample, if it is one; the labels of a tree are not shifted. Raise ValueError if fields
+    are missing, do not fit the tokens, or show that the sample is padded or its labels are shifted already.
     """
     name, tokens = token_ids(sample, fields, where)
     whole = len(tokens)
@@ -113,7 +117,10 @@ def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | Non
 
 
 def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
-    """Return (name of the field, token ids) of a sample; ``where`` names it in errors."""
+    """Return (name of the field, token ids) of a sample; ``where`` names the sample in errors.
+
+    Raise ValueError if it is not clear which field holds them, or if they are not integers in one dimension.
+    """
     name, value = TOKENS, sample
     if isinstance(sample, Mapping):
         names = [fields.tokens] if fields.tokens is not None else [n for n in NAMES_OF_TOKENS if n in sample]
@@ -144,12 +151,12 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
 
 
 def _holds_several(value: Any) -> bool:
-    """Return whether a value is a collection and not a number."""
+    """Return whether a value is a list, tuple, mapping, or an array of at least one dimension."""
     return isinstance(value, list | tuple | Mapping) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
 
 
 def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> Tensor:
-    """Return the labels of a sample, or raise if they are not one token id or ``ignore`` per token."""
+    """Return the labels of a sample as they are given, one token id or ``ignore`` per token; else raise ValueError."""
     assert fields.labels is not None
     labels = _field(given, fields.labels, where)
     refuse_unsigned(labels, f"{where}, field {fields.labels!r}")
@@ -192,7 +199,7 @@ def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor
 
 
 def _field(given: Mapping[str, Any], key: str, where: str) -> Tensor:
-    """Return a field of a sample as a tensor, or raise if it is missing."""
+    """Return a field of a sample as a tensor; raise ValueError if it is missing or no array of numbers."""
     if key not in given:
         raise ValueError(f"{where} has no field {key!r}; it has {sorted(map(str, given))}")
     return _tensor(given[key], key, where)
@@ -206,7 +213,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _tensor(value: Any, name: str, where: str) -> Tensor:
-    """Return a value as a CPU tensor, or raise if it is no array of numbers."""
+    """Return the value of the field ``name`` as a CPU tensor; raise ValueError if it is no array of numbers."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         value = value.copy()  # torch warns about read-only arrays, such as memory maps
     try:
@@ -223,7 +230,10 @@ def _shifted(aligned: Tensor, ignore: int) -> Tensor:
 
 
 def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
-    """Return, for each token, the number of the span it is in, -1 for text."""
+    """Return, for each of ``rows`` tokens, the number of the span it is in, -1 for text.
+
+    Raise ValueError if a span lies outside the tokens; ``where`` names the sample.
+    """
     numbers = torch.full((rows,), -1)
     for number, (start, end) in enumerate(_spans(spans)):
         if not 0 <= start <= end <= rows:
@@ -233,7 +243,7 @@ def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
 
 
 def _spans(spans: Any) -> list[tuple[int, int]]:
-    """Return spans as a list of (start, end)."""
+    """Return spans as a list of (start, end) of plain integers."""
     return [(int(start), int(end)) for start, end in spans]
 
 
@@ -242,7 +252,13 @@ def _spans(spans: Any) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """How documents get their masks: one mask for all, by document number, by spans, or by a function of the sample."""
+    """How documents get their masks; only one of the fields is set.
+
+    ``one`` is for all documents. ``by_number`` has a mask for each sample number, and ``named`` is the loader's
+    ``masks=``, ``{"name": (mask or list of masks, layers)}``. Spans become :func:`flexcp.masks.modality` masks:
+    ``spans_by_number`` has those of each sample number, ``spans_field`` names the field of a sample that holds them.
+    ``function`` is called with the sample.
+    """
 
     one: MaskChoice | None = None
     by_number: Sequence[Mask] | None = None
@@ -259,7 +275,8 @@ class Masks:
     def choose(self, number: int, sample: Any, limit: int, whole: int) -> MaskChoice:
         """Return the mask of document ``number``, cut from ``whole`` tokens to its first ``limit`` tokens.
 
-        ``sample`` is needed only if masks are not known without reading samples.
+        ``sample`` is needed only if masks are not known without reading samples. Raise ValueError if the document is a
+        tree and would have to be cut.
         """
         found = self._whole(number, sample)
         if limit < whole and tree_in(found, whole) is not None:
@@ -273,7 +290,7 @@ class Masks:
         return {name: (cut_mask(mask, limit), layers) for name, (mask, layers) in found.items()}
 
     def _whole(self, number: int, sample: Any) -> MaskChoice:
-        """Return the mask of a document before it is cut."""
+        """Return the mask of a document before it is cut; raise ValueError if a given one is no mask."""
         if self.function is not None:
             return _checked_choice(self.function(sample))
         if self.spans_field is not None:
@@ -301,9 +318,10 @@ def tree_in(choice: MaskChoice, length: int) -> Tree | None:
 
 
 def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
-    """Count the positions of all sequences of a tree that are predicted and whose label is not ``ignore``.
+    """Return how many positions of a tree's sequences count in a loss; shared tokens count for each sequence.
 
-    ``labels`` are in the rows of their own tokens; without labels, all predicted positions count.
+    A position counts if it has a token before it and its label is not ``ignore``. ``labels`` are in the rows of their
+    own tokens; without labels, all positions with a token before them count.
     """
     begin, stop = tree.sequences_through()
     each = np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0)
@@ -311,7 +329,7 @@ def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
 
 
 def _spans_of(sample: Any, field: str, number: int) -> Any:
-    """Return the spans field of a sample, or raise if it has none."""
+    """Return the field ``field`` of sample ``number``, which holds its spans; raise ValueError if it has none."""
     if isinstance(sample, Mapping) and field in sample:
         return sample[field]
     has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
@@ -322,7 +340,7 @@ def _spans_of(sample: Any, field: str, number: int) -> Any:
 
 
 def _checked_mask(found: Any, place: str, number: int) -> Mask:
-    """Return the mask of a document, or raise if it is no mask; ``place`` is the argument it was given in."""
+    """Return the mask of document ``number``, or raise ValueError if it is no mask; ``place`` names the argument."""
     if isinstance(found, Mask):
         return found
     raise ValueError(
@@ -332,7 +350,7 @@ def _checked_mask(found: Any, place: str, number: int) -> Mask:
 
 
 def _checked_choice(found: Any) -> MaskChoice:
-    """Return what ``mask_fn`` gave, or raise if it is neither a mask nor named masks."""
+    """Return what ``mask_fn`` returned; raise ValueError if it is neither a mask nor ``{"name": (mask, layers)}``."""
     if isinstance(found, Mask):
         return found
     if isinstance(found, Mapping) and all(isinstance(v, tuple) and isinstance(v[0], Mask) for v in found.values()):
@@ -356,9 +374,9 @@ def cut_mask(mask: Mask, length: int) -> Mask:
 
 
 def planner_masks(choices: Sequence[MaskChoice]) -> dict[str, Any]:
-    """Return the planner's ``mask=`` or ``masks=`` argument for documents with these masks.
+    """Return the masks of documents as an argument of the planner: ``{"mask": ...}`` or ``{"masks": ...}``.
 
-    Equal masks become one mask for all documents.
+    Equal masks become one mask for all documents. Raise ValueError if documents have different names or kinds of masks.
     """
     if isinstance(choices[0], Mask):
         rules = [_one(c) for c in choices]
@@ -372,7 +390,7 @@ def planner_masks(choices: Sequence[MaskChoice]) -> dict[str, Any]:
 
 
 def _one(choice: MaskChoice) -> Mask:
-    """Return a document's mask, or raise if it has named masks where other documents have one mask."""
+    """Return a document's mask; raise ValueError if it has named masks where other documents have one mask."""
     if not isinstance(choice, Mask):
         raise ValueError(f"every document of a model needs the same kind of mask; one has {choice}")
     return choice

@@ -6,10 +6,10 @@
              later sends them the rows they keep. In a map-style dataset rank ``place % ranks`` reads the sample at a
              place; a stream is read by rank 0
 
-A source gives the document at a place any number of times until the place is released. Samples are read in rounds that
-all ranks enter together; a sample that cannot be read or does not fit is an error on all ranks. The state of a stream
-with ``state_dict`` is the stream's own state and the *pending* samples, which are read but not handed out yet. A stream
-without ``state_dict`` is read again up to its place.
+A *place* is a position in the order of the epoch. A source gives the document at a place any number of times until the
+place is released. Samples are read in rounds that all ranks enter together; a sample that cannot be read or does not
+fit is an error on all ranks. The state of a stream with ``state_dict`` is the stream's own state and the *pending*
+samples, which are read but not handed out yet. A stream without ``state_dict`` is read again up to its place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flexcp.data.stats import Stats
 Ints = NDArray[np.int64]
 
 ROUND = 16
-"""Samples that are read in a round; each rank of a map-style dataset reads at least one."""
+"""Samples that all ranks together read in a round; if ranks share the reading, each reads at least one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,10 @@ class Reading:
 
 
 class Known:
-    """A map-style dataset with known lengths and masks."""
+    """The documents of a map-style dataset whose lengths and masks are known without reading it.
+
+    Raise ValueError if a document is too long and the limits refuse it, or if all are dropped.
+    """
 
     reads_all = False
 
@@ -68,7 +71,7 @@ class Known:
             )
 
     def begin(self, epoch: int, place: int) -> None:
-        """Begin an epoch; any place of it can then be asked for."""
+        """Begin an epoch; afterwards the document at any place of it can be asked for. ``place`` is not used."""
         self.order = epoch_order(len(self.lengths), self.reading.shuffle, self.reading.seed, epoch)
 
     def fitted_lengths(self) -> Ints:
@@ -79,7 +82,7 @@ class Known:
         return np.minimum(found, self.reading.limits.longest)
 
     def document(self, place: int) -> Document | None:
-        """Return the document at a place, None after the last."""
+        """Return the document at a place of the epoch, None after the last; one that is dropped is marked as such."""
         if place >= len(self.order):
             return None
         number = int(self.order[place])
@@ -94,7 +97,10 @@ class Known:
         return Document(number, length, whole, mask, valid=valid)
 
     def read(self, document: Document) -> Sample:
-        """Read the sample of a document and cut it to the document's length."""
+        """Read the sample of a document and cut it to the document's length.
+
+        Raise ValueError if the sample has another length than was given, or other fields than samples before it.
+        """
         begin = time.perf_counter()
         where = f"document {document.number}"
         raw = self.dataset[document.number]
@@ -120,7 +126,10 @@ class Known:
 
 
 class Read:
-    """A dataset or stream that has to be read before its lengths or masks are known."""
+    """The documents of a dataset or stream that has to be read before its lengths or masks are known.
+
+    ``samples`` is the number of samples, None for a stream. Methods that may read are called by all ranks together.
+    """
 
     reads_all = True
 
@@ -143,7 +152,11 @@ class Read:
         return self.samples is None
 
     def begin(self, epoch: int, place: int) -> None:
-        """Go to a place of an epoch; samples that are held for it are kept."""
+        """Go to a place of an epoch; samples that were read for it already are kept.
+
+        A stream is read again from its beginning up to the place, if it is not there. Raise ValueError if it ends
+        before, or if a loaded state does not hold the place.
+        """
         if epoch == self._epoch and (place in self._documents or place == self._next):
             return
         if epoch == self._epoch and self._restored is not None:
@@ -167,7 +180,7 @@ class Read:
                     )
 
     def document(self, place: int) -> Document | None:
-        """Return the document at a place, None after the last; read another round if it is not known yet."""
+        """Return the document at a place, None after the last; read further rounds until it is known."""
         while place >= self._next and not self._ended:
             self._read_round()
         return self._documents.get(place)
@@ -179,7 +192,11 @@ class Read:
                 del kept[old]
 
     def _read_round(self) -> None:
-        """Read this rank's share of the next places, and exchange the documents with all ranks."""
+        """Read this rank's share of the next places, and exchange the documents with all ranks.
+
+        If a rank cannot read its share, all ranks raise: that rank its own error, the others ValueError or
+        RuntimeError.
+        """
         begin = time.perf_counter()
         found: dict[int, Document] = {}
         schema, failure = self.schema, None
@@ -219,7 +236,7 @@ class Read:
         return ROUND if self.is_stream else -(-ROUND // ranks) * ranks
 
     def _share(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (place, number, sample) of the samples that this rank reads in the next round."""
+        """Yield (place, sample number, sample) of the samples that this rank reads in the next round."""
         stop = self._next + self._round_size()
         if self.samples is not None:
             for place in range(self._next, min(stop, self.samples)):
@@ -234,7 +251,10 @@ class Read:
                 yield place, place, raw
 
     def _opened(self, number: int, raw: Any) -> tuple[Document, Sample | None]:
-        """Return the document of a sample, and its columns and values (None if it is dropped)."""
+        """Return the document of a sample, and its columns and values (None if the document is dropped).
+
+        Raise ValueError if it is too long and the limits refuse it.
+        """
         where = f"sample {number}"
         reading = self.reading
         whole = len(token_ids(raw, reading.fields, where)[1])
@@ -277,9 +297,10 @@ class Read:
         }
 
     def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Restore a stream and its pending samples.
+        """Restore a stream and its pending samples (read but not handed out) from a state of :meth:`state`.
 
-        A stream without ``load_state_dict`` is read again up to its place, by :meth:`begin`.
+        All ranks call this together. A stream without ``load_state_dict`` is read again up to its place, by
+        :meth:`begin`. Raise ValueError if the state is not of this kind of stream.
         """
         self._epoch = None
         if not self.is_stream:
@@ -305,7 +326,10 @@ class Read:
             self._epoch, (self._next, self._ended) = epoch, ahead
 
     def _reopened(self, pending: list[tuple[int, Any]]) -> dict[int, Document]:
-        """Hold the pending samples of a state again; return their documents by place."""
+        """Hold the pending samples of a state again, given as (place, sample); return their documents by place.
+
+        The sample of a dropped document is None.
+        """
         known: dict[int, Document] = {}
         for place, raw in pending:
             if raw is None:
@@ -319,7 +343,10 @@ class Read:
 
 
 def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
-    """Return the per-token columns that all samples have, or raise if ``found`` differs from ``known``."""
+    """Return ``found``, the per-token columns of a sample; raise ValueError if they differ from ``known``.
+
+    ``known`` are the columns of earlier samples, None before the first. ``where`` names the sample.
+    """
     if known is None or known == found:
         return found
     shown = [{name: f"{dtype} {list(shape)}" for name, dtype, shape in schema} for schema in (known, found)]
@@ -330,7 +357,7 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
 
 
 class FlatStream:
-    """Iterates over the samples of a stream one by one, even if it yields lists of samples.
+    """Iterates over the samples of a stream one by one, even if it yields lists of samples that are mappings.
 
     ``rest`` are the remaining samples of the last list.
     """
@@ -350,7 +377,7 @@ class FlatStream:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Return whether the samples of a dataset are read by number."""
+    """Return whether samples are read by number: the dataset has a length and indexing, and is no IterableDataset."""
     from torch.utils.data import IterableDataset
 
     if isinstance(dataset, IterableDataset):

@@ -10,9 +10,12 @@ from typing import Any
 class Stats:
     """Counts and seconds of this rank since the loader was made.
 
-    ``waited_s`` is the time that the loop waited for plans; a step whose plan is ready costs no waiting.
-    ``first_wait_s`` is the wait for the first plan, which nothing can hide; it is part of ``waited_s``. ``planning_s``
-    is the time that planning took, in planner processes and in this process.
+    ``steps`` counts the plans that the training loop took, and ``waits`` those that were not ready. ``waited_s`` is the
+    time that the loop waited for plans; a step whose plan is ready costs no waiting. ``first_wait_s`` is the wait for
+    the first plan, which nothing can hide; it is part of ``waited_s``. ``planned_ahead`` and ``planned_here`` count the
+    plans made in planner processes and in this process, and ``planning_s`` is the time that both took.
+    ``documents_read`` and ``reading_s`` are of samples that this rank read; documents that were cut or dropped are
+    counted on every rank.
     """
 
     steps: int = 0
@@ -35,12 +38,12 @@ class Stats:
     """Documents that were cut because they are too long."""
 
     tokens_saved: int = 0
-    """How many tokens the trees have less than their sequences together."""
+    """Tokens that trees saved: those of all their sequences, minus those of the trees."""
     tokens_repeated: int = 0
-    """Tokens that several parts of a cut tree hold, beyond the first part that holds them."""
+    """Tokens that several parts of a cut tree hold: one for each part after the first that holds the token."""
 
     def waited(self, seconds: float) -> None:
-        """Count a plan for which the training loop waited ``seconds``."""
+        """Count a plan that the training loop took after waiting for ``seconds``, 0 if it was ready."""
         if self.steps == 0:
             self.first_wait_s = seconds
         self.steps += 1
@@ -55,5 +58,5 @@ class Stats:
         self.planning_s += seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the statistics as plain values."""
+        """Return the statistics by name, as plain values for JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""``flexcp accept``: the first run on a cluster, under torchrun, in 10 minutes at most."""
+"""``flexcp accept``: check a cluster before the first job on it, under torchrun, in 10 minutes at most."""
 
 from __future__ import annotations
 
@@ -61,11 +61,10 @@ def accept(
     write_cost: WriteCost = None,
     as_json: o.Json = False,
 ) -> None:
-    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1:
-    a check failed.
+    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time.
 
-    Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Link speeds in --cost replace the
-    preset's.
+    Exit code 1: a check failed. Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Link speeds
+    in --cost replace the preset's.
 
     Example: `torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 -m flexcp accept
     --cluster h100:4x8`
@@ -128,7 +127,11 @@ def _setting(
 
 
 def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
-    """Run all steps on this rank; ``written`` makes the report, on rank 0 or on the rank that reports an early end."""
+    """Run all checks on this rank; return whether they passed.
+
+    ``timeout`` is the seconds that a step may take. ``written(found)`` writes and prints the report; it is called on
+    rank 0 or, if the run ends early, on the rank that reports this. ``say(step)`` shows on rank 0 which step begins.
+    """
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -175,7 +178,10 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
 
 
 def _store(timeout: float) -> tuple[Store, int, int]:
-    """Return the store that the launcher's environment variables name, with rank and number of ranks."""
+    """Return torch's store that the launcher's environment variables name, this rank, and the number of ranks.
+
+    Raise ValueError if the store does not answer within ``timeout`` seconds.
+    """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -191,7 +197,10 @@ def _store(timeout: float) -> tuple[Store, int, int]:
 
 
 def _after_rank_0(watch: Watch, rank: int) -> None:
-    """Wait until rank 0 has written the report: a launcher stops all ranks as soon as one ends with a failure."""
+    """Wait until rank 0 has written the report; rank 0 itself calls this when it has.
+
+    Without this wait the report could be lost: a launcher stops all ranks as soon as one ends with a failure.
+    """
     import time
 
     if rank == 0:
@@ -212,7 +221,7 @@ def _write(found: Acceptance, write: Path, html: Path, write_cost: Path | None) 
 
 
 def _show(found: Acceptance, as_json: bool, write: Path, html: Path) -> None:
-    """Print a table of the checks, then a line for each failure."""
+    """Print the checks as a table or as JSON, and a line on stderr for each failure."""
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:

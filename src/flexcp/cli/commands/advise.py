@@ -146,7 +146,10 @@ def advise(
 
 
 def _refuse_for_trees(lengths: str, **given: object) -> None:
-    """Raise ValueError for options that are not used for trees."""
+    """Raise ValueError if options were given that are not used for trees.
+
+    ``lengths`` is the file of trees, and ``given`` are the options by name, None if not given.
+    """
     unused = [f"--{name}" for name, value in given.items() if value is not None]
     if unused:
         raise ValueError(
@@ -164,7 +167,7 @@ def _one_mask(mask: str | None) -> Mask | None:
 
 
 def _model(described: ModelOptions) -> Preset:
-    """Return the described model, or the default one if nothing is described."""
+    """Return the described model, or llama3-8b if nothing is described; raise ValueError if only heads are."""
     from flexcp.models.find import find_model
 
     preset = described.whole()
@@ -188,7 +191,7 @@ def _check(max_tokens_per_rank: int, tokens_per_step: int | None, framework: str
 
 
 def text(advice: Advice, code: list[tuple[str, str]]) -> str:
-    """Return the advice as text for a terminal."""
+    """Return the advice as text for a terminal; ``code`` are pairs of a framework's title and its lines of code."""
     from flexcp.report.advice_words import advice_words
 
     parts = []
@@ -213,7 +216,7 @@ def tree_data(advice: TreeAdvice) -> dict[str, Any]:
 
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the advice with the documented JSON keys."""
+    """Return the advice with the documented JSON keys; ``code`` are pairs of a framework's title and its code."""
     from flexcp.compare.why_static import why_static
     from flexcp.known_errors.words import error_data
 
@@ -261,7 +264,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _memory_data(found: EpochMemory) -> dict[str, Any]:
-    """Return the memory of the worst rank with the documented JSON keys."""
+    """Return the memory of the rank that needs the most, with the documented JSON keys."""
     return {
         "strategy": found.strategy,
         "max_rank_memory_bytes": found.bytes,
@@ -310,7 +313,11 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
 
 
 def _first_pass(answer: Answer, who: str, head_flops: int) -> Section:
-    """Return the section of the first simulated pass with its own time; the headline has the mean of all passes."""
+    """Return the report's section about the first simulated pass of ``answer``, with the time of this pass.
+
+    The headline of the report has the mean of all passes instead. ``who`` begins the section's title, and
+    ``head_flops`` are the forward FLOPs of one token in the projection to the vocabulary.
+    """
     from flexcp.cli.shared.reports import timed_plan
     from flexcp.report.plan_time import PlanTime
 

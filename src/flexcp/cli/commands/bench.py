@@ -1,6 +1,4 @@
-"""``flexcp bench``: ``kernel`` times GPU kernels, ours and others;
-``step`` (in its own file) times strategies on ranks.
-"""
+"""``flexcp bench``: ``kernel`` times GPU kernels of flexcp and of others; ``step`` (bench_step.py) times strategies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``flexcp bench step``: every strategy measured on real ranks,
-compared with its prediction and with other packages.
+"""``flexcp bench step``: measure strategies on real ranks, beside their predicted times and other packages.
 
 Under torchrun its ranks are used (NCCL with GPUs, else gloo); otherwise local CPU ranks are started.
 """
@@ -36,7 +35,7 @@ Write = Annotated[
 
 
 class BenchBatchOptions(BatchOptions):
-    """A batch whose documents have one mask."""
+    """A batch whose documents all have the same mask."""
 
     mask: Annotated[str, typer.Option(help=f"{MASKS}.")] = "causal"
 
@@ -155,7 +154,7 @@ def _on_torchrun(task: BenchTask, say: Any) -> list[Measured] | None:
 
 
 def as_data(rows: list[Measured], task: BenchTask) -> dict[str, Any]:
-    """Return the results with the documented JSON keys."""
+    """Return the measured rows and what was run, with the documented JSON keys."""
     from dataclasses import asdict
 
     import torch
@@ -179,7 +178,10 @@ def as_data(rows: list[Measured], task: BenchTask) -> dict[str, Any]:
 
 
 def table(rows: list[Measured], data: dict[str, Any]) -> str:
-    """Return the rows as text, the fastest first; those that did not run come last."""
+    """Return the rows as text, the fastest first; those that did not run come last.
+
+    ``data`` is what :func:`as_data` returned for the same rows.
+    """
     shape = data["shape"]
     lines = [
         f"measured on {data['cluster']} ({data['device']}, torch {data['torch']}): attention of "

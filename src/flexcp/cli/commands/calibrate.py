@@ -30,11 +30,10 @@ def calibrate(
     write: Write = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model;
-    under two minutes.
+    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model.
 
-    Every third measurement is held out of the fit, and the errors printed are of those. With torchrun on GPUs the links
-    between its ranks are measured too.
+    This takes under two minutes. Every third measurement is held out of the fit, and the errors printed are of those.
+    With torchrun on GPUs the links between its ranks are measured too.
 
     Example: `flexcp calibrate --ranks 4 --write here.json && flexcp simulate --lengths 4096,800 --cluster cpu:1x4
     --cost here.json`
@@ -60,7 +59,7 @@ def calibrate(
 
 
 def text(found: Calibration) -> str:
-    """Return the fit and its errors as text."""
+    """Return the fitted cost model and its errors on held-out measurements as text."""
     cost, speeds = found.cost, found.speeds
     lines = [
         f"{found.machine}: matrix product {speeds['gflops']} GFLOP/s (as bf16 peak), attention at "

@@ -90,7 +90,7 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
 
 
 def table(found: Comparison) -> str:
-    """Return rows with bars as text, the fastest first; refusals come last."""
+    """Return the strategies as lines with bars, the fastest first, then a legend and the refusals."""
     shown = found.shown
     step = bool(shown) and shown[0].simulation is not None and shown[0].simulation.step is not None
     head = (
@@ -127,7 +127,7 @@ def _refusals(found: Comparison) -> list[str]:
 
 
 def _units(row: Row) -> str:
-    """Return a legend for times and bytes, which cover different things."""
+    """Return the line of the legend that says which layers the times and the bytes of the table cover."""
     assert row.simulation is not None
     masks = row.simulation.plan.batch.masks
     layers = sum(mask.layers for mask in masks)
@@ -152,7 +152,10 @@ def _line(found: Comparison, row: Row, step: bool) -> str:
 
 
 def _bar(row: Row, slowest: int) -> str:
-    """Return the row's time as characters: attention, waiting, the rest."""
+    """Return the row's time as a bar of characters: # attention, . waiting, = the rest.
+
+    A time of ``slowest`` nanoseconds is ``WIDTH`` characters.
+    """
     simulation = row.simulation
     assert simulation is not None
     parts: tuple[tuple[str, int], ...]

@@ -17,8 +17,9 @@ NoTest = Annotated[bool, typer.Option("--no-test", help="Only look; run nothing.
 
 
 def doctor(no_test: NoTest = False, as_json: Json = False) -> None:
-    """Look at this machine, try flexcp out on it (20 seconds), and say what to fix. Exit code 1:
-    something has to be fixed.
+    """Look at this machine, try flexcp out on it (20 seconds), and say what to fix.
+
+    Exit code 1: something has to be fixed.
 
     Example: `flexcp doctor`
     """
@@ -44,7 +45,7 @@ def doctor(no_test: NoTest = False, as_json: Json = False) -> None:
 
 
 def text(found: list[Finding], tested: list[Finding]) -> str:
-    """Return findings in a column, then what to do about them."""
+    """Return what was ``found`` on the machine and what was ``tested``, one line each, then what to do about them."""
     wide = max(len(f.name) for f in (*found, *tested))
     lines = [f"{'  ' if f.ok else '! '}{f.name:<{wide}}  {f.value}" for f in found]
     lines += ["", *(f"{'ok ' if f.ok else '!  '}{f.name:<{wide}} {f.value}" for f in tested)] if tested else []

@@ -111,7 +111,10 @@ def _as_text(found: Found) -> str:
 
 
 def replay_case(path: Path, as_json: bool) -> None:
-    """Run the case of a file again, on real processes too; exits with code 1 if it fails."""
+    """Run a case that ``flexcp fuzz`` wrote to a file again, and print the verdict; exit with code 1 if it fails.
+
+    Small cases are also run on real processes (see :data:`MOST_RANKS`).
+    """
     from flexcp.fuzz.cases import read_case
     from flexcp.fuzz.judge import Extras, judge
     from flexcp.measure.ranks import RankPool
@@ -130,4 +133,4 @@ def replay_case(path: Path, as_json: bool) -> None:
 
 
 MOST_RANKS = 16
-"""The most processes that are started for a case; cases for more ranks are not run on processes."""
+"""The most processes that :func:`replay_case` starts; cases for more ranks are not run on processes."""

@@ -75,7 +75,7 @@ def _rounds_text(plan: Plan) -> str:
 
 
 def _write(plan: Plan, path: Path) -> None:
-    """Write the plan to a file, completely or not at all."""
+    """Write the plan to a file, completely or not at all; raise ValueError if that is not possible."""
     from flexcp.io.atomic_files import write_whole
     from flexcp.plan.file import save_plan
 
@@ -86,8 +86,10 @@ def _write(plan: Plan, path: Path) -> None:
 
 
 def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
-    """Return the plan's numbers with the documented JSON keys;
-    ``times_ms`` are those of the first call and its repeats, if any.
+    """Return the plan's numbers with the documented JSON keys.
+
+    ``times_ms`` are the milliseconds that planning took: the first call, and its repeats if there were any. Without
+    times the keys ``planning_ms`` and ``first_plan_ms`` are left out.
     """
     from flexcp.arrays.totals import imbalance
 

@@ -64,7 +64,7 @@ def simulate(
 
 
 def simulation_data(found: Simulation) -> dict[str, Any]:
-    """Return a simulation with the documented JSON keys."""
+    """Return the results of a simulation with the documented JSON keys."""
     forward, backward = found.bounds(False), found.bounds(True)
     data: dict[str, Any] = {
         "attention_ms": _ms(found.attention_ns),
@@ -104,7 +104,10 @@ def _ms(ns: int) -> float:
 
 
 def text(found: Simulation, name: str) -> str:
-    """Return totals, and every rank's forward and backward of the first mask as bars."""
+    """Return the totals of a simulation as text, and bars of what each rank does in one layer of the first mask.
+
+    ``name`` is that of the strategy. At most ``MOST_RANKS`` ranks are drawn.
+    """
     from flexcp.plan.text import explanation
 
     lines = [f"{name}: {explanation(found.plan)}" if found.plan.placement.note else name]

@@ -1,6 +1,4 @@
-"""``flexcp train``: train a model on long-tailed documents or a text file,
-on local CPU ranks or on torchrun's.
-"""
+"""``flexcp train``: train a model on long-tailed documents or a text file, on local CPU ranks or on torchrun's."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ Preset = Annotated[str | None, typer.Option("--cluster", help="Whose speeds pred
 
 
 class TrainModelOptions(ModelOptions):
-    """A model that every rank can hold."""
+    """The model to train, of which every rank holds a whole copy."""
 
     model: Annotated[
         str | None,

@@ -1,4 +1,7 @@
-"""``flexcp verify``: run a plan, or the plans of a dump, on real processes and compare with one device."""
+"""``flexcp verify``: run a plan, or the plans of a dump, on real processes and compare with one device.
+
+A dump is a file that a rank with ``flexcp.Telemetry`` wrote; it holds the plans of its last steps.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,13 @@ Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
 
 
 class MaybeBatchOptions(BatchOptions):
-    """A batch; not needed if a dump is replayed."""
+    """A batch; it is left out if a dump is replayed."""
 
     lengths: Lengths = ""
 
 
 class ExactPlannerOptions(PlannerOptions):
-    """A planner in float64, so that only mistakes show, not roundings."""
+    """A planner whose default dtype is float64, so that errors come from mistakes and not from rounding."""
 
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float64"
 
@@ -61,12 +64,12 @@ def verify(
     kernel: Kernel = "cpu",
     as_json: o.Json = False,
 ) -> None:
-    """Run forward and backward on real processes and compare with dense float64 attention on one, under each mask of
-    the plan.
+    """Run a plan forward and backward on real processes and compare each mask with dense float64 attention on one.
 
-    Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or
-    `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count
-    then).
+    Exit code 1: an error is larger than allowed, or the bytes sent differ from the plan's.
+
+    Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or `flexcp verify
+    @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count then).
     """
     if bool(dump) == bool(asked.batch.lengths):
         raise ValueError("verify takes either --lengths, for a plan made now, or @DUMP, for those of a dump")
@@ -94,13 +97,14 @@ def verify(
 
 
 def _tell(status: Status, before: str, text: str) -> None:
-    """Show what is being done."""
+    """Show on the spinner what is being done: ``text`` with ``before`` in front of it."""
     status.update(plain(before + text))
 
 
 def verdict_data(verdicts: Mapping[str, Verdict]) -> dict[str, object]:
-    """Return the verdicts of a plan's masks with the documented JSON keys;
-    errors on top are the largest of all masks.
+    """Return the verdicts of a plan's masks, by mask name, with the documented JSON keys.
+
+    The errors at the top level are the largest of all masks. Those of each mask are listed only if there are several.
     """
     found = list(verdicts.values())
     each = {name: {**v.errors, "bytes_match": v.bytes_match} for name, v in verdicts.items()}
@@ -113,7 +117,7 @@ def verdict_data(verdicts: Mapping[str, Verdict]) -> dict[str, object]:
 
 
 def verdict_text(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the verdicts of a plan's masks as text; masks are named where there are several."""
+    """Return the verdicts of a plan's masks, by mask name, as text; masks are named only if there are several."""
     lines = []
     for mask, verdict in verdicts.items():
         if len(verdicts) > 1:
@@ -126,8 +130,10 @@ def verdict_text(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
-    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote;
-    exits with code 1 if a plan is bad or ranks held different ones.
+    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote, and print the result.
+
+    ``dump`` is ``@file`` or ``@folder``. Exit with code 1 if a plan is bad, if ranks held different plans in the same
+    step, or if the case fails.
     """
     from flexcp.fuzz.cases import is_case_file
     from flexcp.measure.replay_dumps import replay
@@ -147,7 +153,7 @@ def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
 
 
 def _refuse_plan(path: Path) -> None:
-    """Raise ValueError for a plan given instead of a dump, and name the command that reads it."""
+    """Raise ValueError if the file is a plan instead of a dump, and name the command that reads plans."""
     from flexcp.plan.file import MAGIC
 
     if path.is_file():

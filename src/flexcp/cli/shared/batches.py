@@ -1,8 +1,8 @@
-"""The batch of a command. Lengths on the command line are one batch; a file of lengths is a data set,
-which is cut into batches.
+"""The batch of a command, from ``--lengths`` and ``--batch``.
 
-Batches are cut as ``flexcp advise`` cuts passes, so both use the same documents; the result says which batch was taken.
-The cap on a rank's tokens by which a batch was cut also holds for its plans, whether it was given or is the default.
+Lengths on the command line are one batch; a file of lengths is a data set, which is cut into batches. They are cut as
+``flexcp advise`` cuts passes, so both use the same documents; the result says which batch was taken. The cap on a
+rank's tokens by which a batch was cut also holds for its plans, whether it was given or is the default.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from flexcp.models.preset import Preset
 
 MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, chunked:C, prefix:P, @mask.json"
-"""A copy of ``flexcp.masks.MASK_SIGNATURES``, because help must not load NumPy;
+"""A copy of ``flexcp.masks.MASK_SIGNATURES``, because help must not load NumPy.
+
 tests/masks/test_named.py compares them.
 """
 TOKENS_PER_RANK = 32_768
-"""Tokens that a rank is assumed to hold if no cap is given."""
+"""Tokens that a rank is assumed to hold if a file of lengths is cut and no cap is given."""
 
 Lengths = Annotated[str, typer.Option(help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")]
 MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's layers have, else causal, by default.")]
@@ -32,8 +33,10 @@ MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's 
 
 @dataclass(frozen=True)
 class Taken:
-    """Lengths of one batch, the most tokens a rank may keep of it, and in words which part of a file it is
-    (empty if it is not part of a file).
+    """The batch that a command uses.
+
+    ``lengths`` are the tokens of its documents, ``max_tokens_per_rank`` is the most tokens a rank may keep of it (None:
+    no cap), and ``words`` say which part of a file it is (empty if it is not part of a file).
     """
 
     lengths: list[int]
@@ -61,11 +64,11 @@ class BatchOptions(OptionGroup):
         return dict(model.masks()) if rule is None else {"mask": (rule, model.model.layers)}
 
     def taken(self, ranks: int, max_tokens_per_rank: int | None) -> Taken:
-        """Return the batch for this many ranks."""
+        """Return the batch for this many ranks (see :func:`take_batch`)."""
         return take_batch(self.lengths, ranks, max_tokens_per_rank, self.batch)
 
     def announced(self, ranks: int, max_tokens_per_rank: int | None) -> Taken:
-        """Return the batch, and print which part of a file it is."""
+        """Return the batch for this many ranks; if it is part of a file, say on stderr which part."""
         taken = self.taken(ranks, max_tokens_per_rank)
         if taken.words:
             say(taken.words)
@@ -73,7 +76,12 @@ class BatchOptions(OptionGroup):
 
 
 def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: int | None) -> Taken:
-    """Return the batch that ``--lengths text --batch number`` names, for this many ranks."""
+    """Return the batch that ``--lengths text --batch number`` names, for this many ranks.
+
+    Only a file of lengths is cut into batches, each of at most 7/8 of ``ranks * max_tokens_per_rank`` tokens, with
+    ``TOKENS_PER_RANK`` if that is None; a longer document is a batch of its own. Raise ValueError if there is no batch
+    ``number`` (from 1; None is the first), or if one of its documents is longer than all ranks together can keep.
+    """
     from flexcp.data.lengths import batch_tokens, cut_batches, is_lengths_file, left_out_words, parse_lengths
 
     lengths = parse_lengths(text)
@@ -107,7 +115,10 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
 
 
 def _refuse_too_long(batch: list[int], first: int, ranks: int, cap: int) -> None:
-    """Raise for a document that all ranks together cannot keep; ``first`` is the file's number of the first one."""
+    """Raise ValueError if a document has more tokens than ``ranks`` ranks of ``cap`` tokens can keep together.
+
+    ``first`` is the number in the file of the batch's first document.
+    """
     longest = max(batch, default=0)
     if longest > ranks * cap:
         raise ValueError(
@@ -118,7 +129,7 @@ def _refuse_too_long(batch: list[int], first: int, ranks: int, cap: int) -> None
 
 
 def _too_long_words(lengths: list[int], ranks: int, cap: int) -> str:
-    """Return words on documents that all ranks together cannot keep; empty if there are none."""
+    """Return words on documents that ``ranks`` ranks of ``cap`` tokens cannot keep together; empty without any."""
     longer = [d for d, length in enumerate(lengths) if length > ranks * cap]
     if not longer:
         return ""

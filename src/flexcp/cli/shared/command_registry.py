@@ -1,9 +1,8 @@
-"""The registry of commands, with what every command has: ``--quiet``, groups of options,
-and mistakes reported in one line with the nearest name.
+"""The registry of commands: it adds ``--quiet`` to each, and lets them take groups of options.
 
 :class:`Commands` adds ``--quiet`` to each command, so that a new command needs no line for it, and turns groups into
-options (:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` phrases mistakes in a command line as the library
-phrases wrong values.
+options (:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` phrases mistakes in a command line, such as an
+unknown option, as the library phrases wrong values.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no mess
 
 
 class Commands(typer.Typer):
-    """Commands that all have ``--quiet``, and may have groups of options."""
+    """A ``typer.Typer`` whose commands all have ``--quiet`` and may take groups of options as arguments."""
 
     def command(self, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
         """Register a function as a command, as typer's own method does."""
@@ -53,7 +52,7 @@ def _as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_line(error: Any) -> str:
-    """Return a usage error in one line, with the command whose help says more."""
+    """Return a usage error of typer as one line, with the option probably meant and the command whose help to read."""
     text = re.sub(r"\s+", " ", error.format_message()).strip().rstrip(".")
     text = re.sub(r" ?\(Possible options?: ([^)]*)\)", r"; did you mean \1?", text)
     where = error.ctx.command_path if getattr(error, "ctx", None) is not None else "flexcp"

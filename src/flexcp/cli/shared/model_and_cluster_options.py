@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from flexcp.shape import Shape
 
 MOST_RANKS = 4096
-"""The most ranks of a command: tables of bytes have a cell for every pair of ranks."""
+"""The most ranks that a command plans for; tables of bytes have a cell for every pair of ranks."""
 HEAD_DIM = 128
-"""Head size of a model given by numbers, if neither its width nor its head size is given."""
+"""Head size of a model given by numbers, if neither ``--hidden`` nor ``--head-dim`` is given."""
 
 
 class HeadsOptions(OptionGroup):
@@ -33,16 +33,16 @@ class HeadsOptions(OptionGroup):
 
     @property
     def told(self) -> dict[str, int]:
-        """The given numbers, by name."""
+        """The numbers that were given, by name: ``{"heads": 32}``; ``model`` is not among them."""
         return {name: value for name, value in vars(self).items() if name != "model" and value is not None}
 
     @property
     def flags(self) -> str:
-        """The options that gave numbers, as words."""
+        """The options that gave numbers, as they are written: ``--heads, --head-dim``."""
         return ", ".join(flag(name) for name in self.told)
 
     def whole(self) -> Preset | None:
-        """Return the whole model; None if nothing or only heads were given."""
+        """Return the model that ``--model`` names, or None without it; raise ValueError if numbers are given, too."""
         from flexcp.models.find import find_model
 
         if self.model is None:
@@ -53,10 +53,10 @@ class HeadsOptions(OptionGroup):
         return found
 
     def attention(self, default: tuple[int, int, int]) -> Shape:
-        """Return the heads of the model, or the given ones; by default ``default``'s query heads, KV heads and head
-        size.
+        """Return the attention shape of the model or, without one, of the given numbers.
 
-        If only query heads are given, there are as many KV heads.
+        ``default`` are the query heads, KV heads and head size that are used for numbers not given. If only query heads
+        are given, there are as many KV heads.
         """
         from flexcp.shape import Shape
 
@@ -85,7 +85,11 @@ class ModelOptions(HeadsOptions):
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None
 
     def whole(self) -> Preset | None:
-        """Return the whole model; None if nothing or only heads were given."""
+        """Return the model that ``--model`` names or that ``--hidden`` and ``--layers`` describe; None without these.
+
+        Raise ValueError if the numbers are not enough for a model, contradict each other, or are given beside
+        ``--model``.
+        """
         from flexcp.models.find import make_model
 
         if self.model is not None or (self.hidden is None and self.layers is None):
@@ -103,7 +107,7 @@ class ModelOptions(HeadsOptions):
 
 
 class ClusterOptions(OptionGroup):
-    """A cluster by its preset and shape, or one node."""
+    """A cluster, by its preset and shape, or as one node of H100 with ``--ranks``."""
 
     cluster: Annotated[
         str | None, typer.Option(help="Preset and shape, as in h100:4x8; --ranks R is one node of R H100.")
@@ -111,7 +115,10 @@ class ClusterOptions(OptionGroup):
     ranks: Annotated[int | None, typer.Option(help="One node of this many ranks, in place of --cluster.")] = None
 
     def found(self, default: str = "h100") -> Cluster:
-        """Return the cluster that these options describe; ``default`` if none is given."""
+        """Return the cluster that these options describe.
+
+        ``default`` is used if no option is given: a preset with or without a shape, as in ``h100:4x8``.
+        """
         return find_cluster(self.cluster, self.ranks, default=default)
 
 
@@ -125,12 +132,16 @@ class ShapedClusterOptions(ClusterOptions):
     )
 
     def found(self, default: str = "h100") -> Cluster:
-        """Return the cluster that these options describe; ``default`` if none is given."""
+        """Return the cluster that these options describe.
+
+        ``default`` is used if neither ``--cluster`` nor ``--ranks`` is given: a preset with or without a shape, as in
+        ``h100:4x8``.
+        """
         return find_cluster(self.cluster, self.ranks, self.nodes, self.ranks_per_node, self.speeds, default)
 
 
 def flag(name: str) -> str:
-    """Return an option as it is written on the command line."""
+    """Return an option as it is written on the command line: ``kv_heads`` gives ``--kv-heads``."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -142,7 +153,12 @@ def find_cluster(
     speeds: str | None = None,
     default: str = "h100",
 ) -> Cluster:
-    """Return the cluster that ``--cluster``, ``--ranks``, ``--nodes`` and ``--ranks-per-node`` describe together."""
+    """Return the cluster that ``--cluster`` (here ``text``), ``--ranks`` and the other arguments describe together.
+
+    ``speeds`` is text with one factor per rank, as in ``1,0.93``. Without ``text``, the cluster is ``default`` or, with
+    ``ranks``, one node of H100. Raise ValueError if options contradict each other, or for more than :data:`MOST_RANKS`
+    ranks.
+    """
     from flexcp.clusters import cluster
 
     shaped = nodes is not None or ranks_per_node is not None

@@ -21,8 +21,9 @@ from typing import Any, dataclass_transform, get_type_hints
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class OptionGroup:
-    """Options by name. Type checkers see a frozen dataclass;
-    making a real one would cost every command a millisecond per group.
+    """The base class of groups; an instance has the value of each option as an attribute.
+
+    Type checkers see a frozen dataclass; making a real one would cost every command a millisecond per group.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -30,7 +31,7 @@ class OptionGroup:
 
 
 def options_of(parameter: Parameter) -> Iterator[Parameter]:
-    """Yield the options that a parameter of a command stands for: itself, or those of its group."""
+    """Yield the options that a parameter of a command stands for: itself, or all options of its group."""
     if _is_group(parameter.annotation):
         for field in fields_of(parameter.annotation):
             yield from options_of(field)
@@ -39,7 +40,10 @@ def options_of(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
-    """Return a command's value for a parameter, from the options given by name."""
+    """Return the argument that a command gets for ``parameter``: an option's value, or a group made of several.
+
+    ``given`` are the values of all options of the command, by name.
+    """
     if not _is_group(parameter.annotation):
         return given[parameter.name]
     return parameter.annotation(**{field.name: value_of(field, given) for field in fields_of(parameter.annotation)})
@@ -47,7 +51,7 @@ def value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
 
 @cache
 def fields_of(group: type[OptionGroup]) -> tuple[Parameter, ...]:
-    """Return the fields of a group; those of the group it derives from come first."""
+    """Return the fields of a group as parameters, with type and default; those of its base class come first."""
     return tuple(
         Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name, Parameter.empty), annotation=annotation)
         for name, annotation in get_type_hints(group, include_extras=True).items()

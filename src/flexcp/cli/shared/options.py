@@ -1,5 +1,4 @@
-"""Options that several commands share without forming a group: their name, type and help,
-and the parsing of their values.
+"""Options that several commands share without forming a group: their name, type and help, and how values are parsed.
 
 Options that always go together are declared in their group, with their defaults: those of a batch in
 :mod:`flexcp.cli.shared.batches`, of a model and a cluster in :mod:`flexcp.cli.shared.model_and_cluster_options`, of a
@@ -19,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def tokens(text: str | int) -> int:
-    """Parse a count of tokens on the command line, 32768 or 32k; defaults pass through."""
+    """Parse a count of tokens on the command line: ``32768``, or ``32k`` for 32 x 1,024.
+
+    A default comes as an int and is returned as it is. Raise ``typer.BadParameter`` for any other text.
+    """
     from flexcp.data.lengths import parse_count
 
     try:
@@ -29,8 +31,9 @@ def tokens(text: str | int) -> int:
 
 
 def writable(path: Path | None) -> Path | None:
-    """Return the path of a file that a command will write;
-    raises ValueError for a missing folder before the work begins.
+    """Return the path of a file that a command will write, None if there is none.
+
+    Raise ValueError before the work begins if the path is a folder, or if the folder for the file does not exist.
     """
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
@@ -70,7 +73,10 @@ Html = Annotated[
 
 
 def chosen_strategies(text: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the strategies that ``--strategies`` names; ``all`` also includes those of ``more``."""
+    """Return the strategies that ``--strategies`` names, each once.
+
+    ``all`` stands for :data:`flexcp.compare.compare.NAMES` and those of ``more``. Raise ValueError if none is named.
+    """
     from flexcp.compare.compare import NAMES
     from flexcp.planners.strategies import split_names
 
@@ -83,7 +89,7 @@ def chosen_strategies(text: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def cost_of(file: Path | None) -> Calibration:
-    """Return the cost model of ``--cost``, or the default one."""
+    """Return the calibration (cost model and measured speeds) in the file of ``--cost``; None gives the default."""
     from flexcp.calibration import Calibration, read_calibration
     from flexcp.cost import CostModel
 

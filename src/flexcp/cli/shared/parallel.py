@@ -1,4 +1,7 @@
-"""``--tp``, ``--pp`` and ``--ep``: how other parallelisms divide the GPUs and the model of a command."""
+"""``--tp``, ``--pp`` and ``--ep``: how other parallelisms divide the GPUs and the model of a command.
+
+They are the degrees of tensor, pipeline and expert parallelism.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Divided:
-    """What is left to context parallelism, the model of one rank (None if only heads are given),
-    and the division in words.
+    """What other parallelisms leave to context parallelism.
+
+    ``topology`` has the ranks and heads that are left, ``preset`` is the part of the model that one rank has (None if
+    only heads are given), and ``words`` describe the division (empty if nothing is divided).
     """
 
     topology: Topology
@@ -30,7 +35,7 @@ class Divided:
     words: str = ""
 
     def announced(self) -> Divided:
-        """Print the words on stderr, and return itself."""
+        """Say on stderr how GPUs and model are divided, if they are, and return this object."""
         if self.words:
             say(self.words)
         return self
@@ -46,7 +51,8 @@ class ParallelOptions(OptionGroup):
     ep: Annotated[int, typer.Option(help="Expert parallelism: divides experts' weights; ranks and heads stay.")] = 1
 
     def divided(self, cluster: Cluster, shape: Shape, preset: Preset | None) -> Divided:
-        """Divide the GPUs of ``cluster`` and a model by these parallelisms;
+        """Divide the GPUs of ``cluster`` and a model by these parallelisms; raise ValueError if that leaves a rest.
+
         ``preset`` is None if only attention's ``shape`` is known.
         """
         from flexcp.models.topology import topology
@@ -66,7 +72,11 @@ class ParallelOptions(OptionGroup):
 
     @contextmanager
     def naming_ranks(self, cluster: Callable[[], Cluster]) -> Iterator[None]:
-        """Add to an error about ranks how these parallelisms leave so few of the GPUs of ``cluster()``."""
+        """Extend a ValueError about ranks that is raised in the ``with`` block: say how many GPUs make so few ranks.
+
+        It adds, for example, ``(32 GPUs / tp 8 = 4 context-parallel ranks)``. The GPUs are those of ``cluster()``,
+        which is called only for such an error.
+        """
         try:
             yield
         except ValueError as error:
@@ -79,7 +89,7 @@ class ParallelOptions(OptionGroup):
             raise ValueError(f"{error} ({of} = {left} context-parallel {'rank' if left == 1 else 'ranks'})") from None
 
     def part(self, preset: Preset) -> Preset:
-        """Return the part of a whole model that one rank has."""
+        """Return the part of a whole model that one rank has; raise ValueError if a degree does not divide it."""
         from flexcp.models.topology import divided_preset
 
         return divided_preset(preset, **vars(self))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PlannerOptions(OptionGroup):
-    """Arguments of ``Planner`` that are options, with the same names and defaults; only ``dtype`` is the model's."""
+    """Arguments of ``Planner`` as options, with the same names and defaults; only ``dtype`` defaults to the model's."""
 
     v_head_dim: Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")] = None
     dtype: Annotated[
@@ -46,7 +46,7 @@ class PlannerOptions(OptionGroup):
 
 
 class TokenOptions(OptionGroup):
-    """Arguments of a ``Planner``'s call that are options, with the same names and defaults."""
+    """Arguments of a planner's call as options, with the same names and defaults."""
 
     tokens: Annotated[str, typer.Option(help="balanced, priced, or equal for the same count on every rank.")] = (
         "balanced"
@@ -68,8 +68,9 @@ class PlanOptions(OptionGroup):
     cost: o.CostFile = None
 
     def made_planner(self, default: tuple[int, int, int]) -> Planner:
-        """Return the planner that these options describe; ``default`` are query heads,
-        KV heads and head size if none are given.
+        """Return the planner that these options describe; say on stderr how ``--tp``, ``--pp`` and ``--ep`` divide it.
+
+        ``default`` are the query heads, KV heads and head size for those not given.
         """
         from flexcp.planner import Planner
 
@@ -81,8 +82,9 @@ class PlanOptions(OptionGroup):
         return Planner(cost=measured.cost, training=training, **(divided.topology.arguments | given))
 
     def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
-        """Return the planner with the cap by which the batch was cut, and the lengths of the batch;
-        prints which part of a file it is.
+        """Return a copy of the planner with the cap on tokens by which the batch was cut, and the lengths of the batch.
+
+        If the batch is part of a file of lengths, say on stderr which part.
         """
         with self.parallel.naming_ranks(self.cluster.found):
             found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
@@ -91,7 +93,7 @@ class PlanOptions(OptionGroup):
         return capped, found.lengths
 
     def plan(self, planner: Planner, lengths: list[int]) -> Plan:
-        """Call the planner once, without a cache."""
+        """Plan a batch of these lengths with ``planner``; a model brings its own masks unless ``--mask`` is given."""
         found = self.model.whole()
         with self.parallel.naming_ranks(self.cluster.found):
             if found is None:

@@ -1,7 +1,8 @@
 """Progress: work that takes more than a second shows a spinner on stderr.
 
-The first plan on a machine takes half a minute, because loops are compiled; each loop writes a log record, and the
-spinner shows it, so that users see why they wait. Nothing is shown in a pipe or with ``--quiet``.
+The first plan on a machine takes half a minute, because loops are compiled; each loop writes a log record when it is
+compiled, and the spinner shows it, so that users see why they wait. No spinner is shown if stderr is not a terminal, or
+with ``--quiet``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
 class Compiling(logging.Handler):
-    """Counts compilations, collects warnings, and shows the current loop if ``show`` is set."""
+    """A log handler that counts compilations (``count``) and collects the messages of warnings (``complaints``).
+
+    If ``show`` is set, a spinner shows ``text`` and each loop that is compiled.
+    """
 
     def __init__(self, show: bool, text: str | None = None) -> None:
         super().__init__()
@@ -38,7 +42,7 @@ class Compiling(logging.Handler):
             self.update(text)
 
     def update(self, text: str) -> None:
-        """Show what is being done now."""
+        """Show on the spinner what is being done now."""
         self.text = text
         if self.show:
             self._started(text).update(plain(text))
@@ -71,20 +75,20 @@ def quiet() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr, unless the user wants quiet."""
+    """Print a message on stderr, unless the command was given ``--quiet``."""
     if not quiet():
         print(text, file=sys.stderr)
 
 
 def console() -> Console:
-    """Return the console for progress and messages: stderr, or nothing if quiet."""
+    """Return the console for progress and messages: stderr, or one that prints nothing with ``--quiet``."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=quiet())
 
 
 def plain(text: str) -> Text:
-    """Return text that rich shows literally, without interpreting markup."""
+    """Return text that rich shows literally, without markup and with control characters made visible."""
     from rich.text import Text
 
     return Text(visible(text))

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def report_plan(path: Path, plan: Plan, time: PlanTime | None = None) -> None:
-    """Write the report of one plan, with the time of its simulation if there was one."""
+    """Write the page of one plan to ``path``; ``time`` is the plan's simulated time, by default that of its layers."""
     with compiling("simulating and drawing the plan"):
         sections = [timed_plan(plan, time=time)]
     write(path, sections, f"{plan.label} on {plan.cluster}", about(plan))
 
 
 def report_training(path: Path, steps: Sequence[StepReport], config: TrainConfig) -> None:
-    """Write the report of a training run."""
+    """Write the page of a training run to ``path``."""
     from flexcp.report.training_table import training_sections
 
     about = (
@@ -35,8 +35,9 @@ def report_training(path: Path, steps: Sequence[StepReport], config: TrainConfig
 
 
 def timed_plan(plan: Plan, title: str | None = None, time: PlanTime | None = None) -> Section:
-    """Return the section of a plan with the simulated timeline of a layer;
-    ``time`` is the plan's simulated time, by default that of its layers.
+    """Return the page section of a plan, with the simulated timeline of a layer.
+
+    ``time`` is the plan's simulated time; by default all layers of the plan are simulated.
     """
     from flexcp.report.layer_timeline import layer_timeline
     from flexcp.report.plan_tables import plan_section
@@ -46,7 +47,7 @@ def timed_plan(plan: Plan, title: str | None = None, time: PlanTime | None = Non
 
 
 def about(plan: Plan) -> str:
-    """Describe a plan's batch in one line."""
+    """Describe a plan's batch and attention shape in one line."""
     batch, shape = plan.batch, plan.shape
     masks = ", ".join(f"{m.rules[0]}" if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
     return (
@@ -56,7 +57,7 @@ def about(plan: Plan) -> str:
 
 
 def write(path: Path, sections: Sequence[Section], title: str, subtitle: str) -> None:
-    """Write the page and print its path."""
+    """Write a page of these sections to ``path``, and say on stderr where it is and how large."""
     from flexcp.report.page import write_report
 
     size = write_report(path, sections, title, subtitle)

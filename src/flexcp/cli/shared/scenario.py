@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A request, the rules of its simulation, and its calibration."""
+    """What is planned and simulated (``request``), the rules of the simulation, and the calibration that prices it."""
 
     request: Request
     rules: Rules
@@ -38,7 +38,11 @@ class Scenario:
 
     @property
     def compute(self) -> Compute | None:
-        """Kernel times of a plan's slots from the calibration's prices of tiles, if it has them."""
+        """The function that predicts kernel times from the calibration's tile times; None if it has no tile times.
+
+        It returns the nanoseconds ``[rank, slot]`` of a pass. Raise ValueError if tile times were measured for other
+        head sizes.
+        """
         tiles = self.calibration.tiles
         if tiles is None:
             return None
@@ -49,7 +53,7 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """The scenario in one line."""
+        """The scenario in one line, with the known error of such simulations."""
         from flexcp.known_errors.words import error_words
 
         batch, shape = self.request.batch, self.request.shape
@@ -80,11 +84,15 @@ class ScenarioOptions(OptionGroup):
     max_tokens_per_rank: o.MaxTokens = None
 
     def naming_ranks(self) -> AbstractContextManager[None]:
-        """Add to an error about ranks how other parallelisms leave so few of the cluster's GPUs."""
+        """Return a context that adds to a ValueError about ranks how ``--tp`` and ``--pp`` divide the GPUs."""
         return self.parallel.naming_ranks(self.cluster.found)
 
     def scenario(self) -> Scenario:
-        """Return the scenario that the options describe; a model brings its own heads and masks."""
+        """Return the scenario that the options describe; a model brings its own heads and masks.
+
+        Raise ValueError if options contradict each other, or if the batch does not fit the ranks under the cap on
+        tokens.
+        """
         from flexcp.batch import make_batch
         from flexcp.masks import causal
         from flexcp.planners.request import Request, refuse_over_cap

@@ -1,6 +1,4 @@
-"""``--sync`` and ``--overlap``: the gradient sync of a training step,
-for commands that time or plan one.
-"""
+"""``--sync`` and ``--overlap``: the gradient sync of a training step, for commands that time or plan one."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ class StepOptions(OptionGroup):
     overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
 
     def training(self, preset: Preset | None, tp: int) -> Training | None:
-        """Return the training step of one rank's part of a model, with tensor parallelism over ``tp`` ranks;
-        None without a whole model.
+        """Return the training step of a model, or None without a model; raise ValueError for wrong options.
+
+        ``preset`` is the part of the model that one rank has, and ``tp`` the degree of tensor parallelism.
         """
         from flexcp.simulator.step_parts import SYNCS, Training
 

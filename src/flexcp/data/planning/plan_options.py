@@ -1,4 +1,4 @@
-"""Plan options: check the names in ``plan_options=`` when the Loader is made.
+"""Plan options: check the names in the Loader's ``plan_options`` when it is made.
 
 Plans are made later and in other processes, where a wrong name would only be an error of the first planner call.
 """
@@ -17,7 +17,10 @@ OF_THE_LOADER = ("lengths", "mask", "masks")
 
 
 def check_options(planner: PlannerLike, options: Mapping[str, Any]) -> None:
-    """Raise if an option is no argument of the planner's call; a planner without a known signature is not checked."""
+    """Raise ValueError if an option is no argument of the planner's call, or one that the loader passes itself.
+
+    A planner without a known signature, or with ``**`` arguments, is not checked.
+    """
     try:
         parameters = inspect.signature(planner).parameters
     except (TypeError, ValueError):
@@ -36,7 +39,10 @@ def check_options(planner: PlannerLike, options: Mapping[str, Any]) -> None:
 
 
 def check_micro_batches(planner: PlannerLike, options: Mapping[str, Any]) -> None:
-    """Raise if the planner cannot make micro-batches, or if its ``micro_batches`` does not take one of the options."""
+    """Raise ValueError if the planner has no method ``micro_batches``, or that does not take one of the options.
+
+    Also raise ValueError if the planner has no cap (``max_tokens_per_rank`` or ``max_memory_per_rank``).
+    """
     cut = getattr(planner, "micro_batches", None)
     if cut is None:
         raise ValueError(

@@ -28,12 +28,15 @@ from flexcp.plan.plan import Plan
 Ints = NDArray[np.int64]
 PlannerLike = Callable[..., Plan]
 PackedPart = tuple[list[int], bytes, bytes | None]
-"""A part as plain values: documents, plan file, and the bytes of the recipe."""
+"""A part as plain values: numbers of its documents, plan file, and the bytes of the recipe (None without a recipe)."""
 
 
 @dataclass(frozen=True)
 class RecipeWish:
-    """The rank for which recipes are derived, and how its messages will be packed (``"fields"`` or ``"rows"``)."""
+    """The rank for which recipes are derived, and how its messages will be packed.
+
+    ``packing`` is ``"fields"`` (one field of a message after the other) or ``"rows"`` (by tables of rows, on CUDA).
+    """
 
     rank: int
     packing: str
@@ -55,7 +58,11 @@ class PlanOrder:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A planned batch or micro-batch: the numbers of its documents in the step, its plan, and this rank's recipe."""
+    """A planned batch or micro-batch: the numbers of its documents in the step, its plan, and this rank's recipe.
+
+    A recipe is what a rank derives from a plan to run it (:mod:`flexcp.executor.run.rank_recipe`); None if it is
+    derived later.
+    """
 
     documents: list[int]
     plan: Plan
@@ -63,7 +70,7 @@ class PlannedPart:
 
 
 def fulfil(planner: PlannerLike, order: PlanOrder, wish: RecipeWish | None) -> list[PlannedPart]:
-    """Plan a step and return its parts; recipes are derived if there is a ``wish``."""
+    """Plan a step and return its parts, one or several micro-batches; without a ``wish`` they have no recipes."""
     asked: Any = planner  # the loader has checked that the planner has these methods
     if order.speeds is not None:
         asked = asked.with_speeds(order.speeds)
@@ -75,17 +82,17 @@ def fulfil(planner: PlannerLike, order: PlanOrder, wish: RecipeWish | None) -> l
 
 
 def with_recipes(parts: list[PlannedPart], wish: RecipeWish | None) -> list[PlannedPart]:
-    """Return the same parts with recipes for this rank."""
+    """Return the same parts with the recipes that ``wish`` describes; None for no recipes."""
     return [PlannedPart(part.documents, part.plan, _recipe(part.plan, wish)) for part in parts]
 
 
 def _recipe(plan: Plan, wish: RecipeWish | None) -> RankRecipe | None:
-    """Derive the recipe of a plan, if there is a wish for one."""
+    """Derive the recipe that ``wish`` describes from a plan; None without a wish."""
     return None if wish is None else rank_recipe(plan, wish.rank, wish.packing)
 
 
 def packed(parts: list[PlannedPart]) -> list[PackedPart]:
-    """Return parts as plain values, to be sent between processes of a rank."""
+    """Return parts as plain values, to be sent between the processes of a rank."""
     return [
         (part.documents, save_plan(part.plan), None if part.recipe is None else pack_recipe(part.recipe))
         for part in parts
@@ -93,7 +100,7 @@ def packed(parts: list[PlannedPart]) -> list[PackedPart]:
 
 
 def unpacked(parts: list[PackedPart]) -> list[PlannedPart]:
-    """Return the parts of which :func:`packed` made plain values."""
+    """Return the parts from which :func:`packed` made these plain values."""
     return [
         PlannedPart(documents, load_plan(plan), None if recipe is None else unpack_recipe(recipe))
         for documents, plan, recipe in parts
@@ -101,7 +108,11 @@ def unpacked(parts: list[PackedPart]) -> list[PlannedPart]:
 
 
 def shared_bytes(parts: list[PlannedPart]) -> bytes:
-    """Return parts as bytes, to be sent between ranks: the length of a head, the head as JSON, and the plan files."""
+    """Return parts without their recipes as bytes, to be sent between ranks.
+
+    They are the length of a head (8 bytes), the head as JSON, and the plan files. The head has the documents and the
+    size of the plan file of each part.
+    """
     plans = [save_plan(part.plan) for part in parts]
     head = json.dumps([[part.documents, len(plan)] for part, plan in zip(parts, plans, strict=True)]).encode()
     return b"".join([struct.pack("<Q", len(head)), head, *plans])

@@ -54,7 +54,10 @@ class SharedPlans:
             self.others.append(step)
 
     def take(self, step: int) -> list[PlannedPart]:
-        """Return the parts of a step, the same plans on every rank; wait for them if necessary."""
+        """Return the parts of a step, the same plans on every rank; wait for them if necessary.
+
+        Raise PlanningError if the step could not be planned, or if the rank that plans it does not share it in time.
+        """
         for key in self.pool.finished():
             if isinstance(key, int):
                 self._share(key, counted=False)
@@ -75,7 +78,10 @@ class SharedPlans:
         return parts
 
     def _share(self, step: int, counted: bool) -> None:
-        """Put the plans of a step, or the error of planning it, into the store."""
+        """Put the plans of a step, or the error of planning it, into the store; wait for them if necessary.
+
+        ``counted`` says whether the wait enters the statistics.
+        """
         key = self._key(step)
         try:
             parts = self.pool.take(step, counted)
@@ -92,7 +98,10 @@ class SharedPlans:
         self.pool.stats.sharing_s += time.perf_counter() - begin
 
     def _read_ahead(self) -> None:
-        """Give plans of other ranks that are in the store to this rank's planner processes, in the order of steps."""
+        """Give plans of other ranks that are in the store to this rank's planner processes, in the order of steps.
+
+        It stops at the first step that is not in the store. Without planner processes nothing is read ahead.
+        """
         while self.pool.shared is not None and self.others:
             step = self.others[0]
             if not through_store(self.timeout, partial(self.store.check, [self._key(step)])):
@@ -104,7 +113,7 @@ class SharedPlans:
                 self.refused[step] = data
 
     def _read(self, step: int) -> list[PlannedPart]:
-        """Return the parts of a step that another rank plans; raise if planning failed there."""
+        """Return the parts of a step that another rank plans; raise PlanningError if planning failed there."""
         if (READ, step) in self.pool.jobs:
             return self.pool.take((READ, step))
         data = self.refused.pop(step, None) or through_store(self.timeout, lambda: self._received(step))
@@ -113,7 +122,10 @@ class SharedPlans:
         return from_shared_bytes(data[1:])
 
     def _received(self, step: int) -> bytes:
-        """Wait until another rank has put the plans of a step into the store, and return their bytes."""
+        """Wait until another rank has put the plans of a step, or an error, into the store, and return the bytes.
+
+        Raise PlanningError if that takes longer than ``timeout``.
+        """
         key = self._key(step)
         begin = time.perf_counter()
         ready = self.store.check([key])
@@ -144,7 +156,7 @@ class SharedPlans:
         return f"flexcp/plans/{self.run}/{step}"
 
     def forget(self) -> None:
-        """Drop all steps that were ordered and not taken, and delete their plans from the store."""
+        """Drop all steps that were ordered and not taken, and delete those that this rank planned from the store."""
         for step in self.mine:
             key = self._key(step)
             if key in self.unread:
@@ -157,5 +169,5 @@ class SharedPlans:
         self.pool.forget()
 
     def close(self) -> None:
-        """End the workers."""
+        """End this rank's planner processes."""
         self.pool.close()

@@ -54,7 +54,11 @@ class PlanningError(RuntimeError):
 
 @dataclass(eq=False)
 class Job:
-    """A step to plan, or plans of another rank (bytes) from which to derive recipes; and the result or error."""
+    """A step to plan, or plans of another rank (bytes) from which to derive recipes; and the result or error.
+
+    ``deaths`` and ``false_starts`` count the workers that died over it while they planned and while they started. A
+    ``dropped`` job needs no result any more.
+    """
 
     key: Hashable
     order: PlanOrder | bytes
@@ -95,7 +99,10 @@ class _Worker:
         self.planner = planner
 
     def greet(self) -> None:
-        """Send the planner to the worker; raise :class:`PlanningError` if the worker cannot load it."""
+        """Send the planner to the worker and wait until it is ready.
+
+        Raise :class:`PlanningError` if the worker cannot load the planner.
+        """
         self.pipe.send_bytes(self.planner)
         what, text = self.pipe.recv()
         if what == "broken":
@@ -105,7 +112,10 @@ class _Worker:
             )
 
     def plan(self, job: Job) -> tuple[str, float, Any]:
-        """Send a job to the worker, wait, and return its answer."""
+        """Send a job to the worker, wait, and return its answer: ("parts" or "failed", seconds, parts or message).
+
+        Raise EOFError or OSError if the worker dies.
+        """
         self.pipe.send(job.order)
         answer: tuple[str, float, Any] = self.pipe.recv()
         return answer
@@ -123,7 +133,11 @@ class _Worker:
 
 @dataclass(eq=False)
 class _Shared:
-    """The data shared by the pool and its threads; it does not refer to the pool, so that the pool can be collected."""
+    """The data shared by the pool and its threads; it does not refer to the pool, so that the pool can be collected.
+
+    ``waiting`` are the jobs that no thread has taken, ``at_work`` the worker of each thread with its job, and ``notes``
+    warnings that the next :meth:`Pool.take` issues. ``change`` is notified when a job is added or done.
+    """
 
     planner: bytes
     stats: Stats
@@ -134,7 +148,7 @@ class _Shared:
     closed: bool = False
 
     def close(self) -> None:
-        """Kill all workers."""
+        """Kill all workers and let their threads end."""
         with self.change:
             self.closed = True
             for worker, _ in self.at_work.values():
@@ -143,7 +157,11 @@ class _Shared:
 
 
 class Pool:
-    """A pool of planner processes: order plans ahead of time with :meth:`ask`, and get them with :meth:`take`."""
+    """A pool of planner processes: order plans ahead of time with :meth:`ask`, and get them with :meth:`take`.
+
+    ``workers`` is the number of processes; with 0, plans are made in this process when they are taken. ``patience`` is
+    how many seconds a plan is waited for before it is made in this process, too.
+    """
 
     def __init__(
         self, planner: PlannerLike, workers: int, patience: float, stats: Stats, wish: RecipeWish | None = None
@@ -160,7 +178,7 @@ class Pool:
             self._closing = weakref.finalize(self, _shut, self.shared, self.threads)
 
     def ask(self, key: Hashable, order: PlanOrder | bytes) -> None:
-        """Order a plan; without workers it is made when it is taken.
+        """Order a plan under a key, such as the number of a step; without workers it is made when it is taken.
 
         An order of bytes holds another rank's plans, from which recipes are derived.
         """
@@ -171,11 +189,14 @@ class Pool:
                 self.shared.change.notify_all()
 
     def finished(self) -> list[Hashable]:
-        """Return the keys of the orders that are done."""
+        """Return the keys of the orders that are done and not taken."""
         return [key for key, job in self.jobs.items() if job.done]
 
     def take(self, key: Hashable, counted: bool = True) -> list[PlannedPart]:
-        """Return the parts of an order, and wait for them if necessary; the wait enters ``stats`` if ``counted``."""
+        """Return the parts of an order, and wait for them if necessary; the wait enters ``stats`` if ``counted``.
+
+        Raise PlanningError if planning failed.
+        """
         job = self.jobs.pop(key)
         begin = time.perf_counter()
         ready = job.done
@@ -187,7 +208,10 @@ class Pool:
         return parts
 
     def _waited(self, shared: _Shared, job: Job) -> list[PlannedPart]:
-        """Wait for a job and return its parts; after ``patience`` seconds, plan it in this process."""
+        """Wait for a job and return its parts; after ``patience`` seconds, kill its worker and plan it in this process.
+
+        Raise PlanningError if planning failed, and issue the warnings that threads have left.
+        """
         with shared.change:
             shared.change.wait_for(lambda: job.done, self.patience)
             notes, shared.notes = shared.notes, []
@@ -214,7 +238,7 @@ class Pool:
         return job.parts
 
     def _here(self, job: Job) -> list[PlannedPart]:
-        """Do a job in this process."""
+        """Do a job in this process and return its parts, without recipes; raise PlanningError if planning fails."""
         begin = time.perf_counter()
         try:
             # Without recipes: in this process they save no time, and the step derives what it needs when it needs it.
@@ -227,7 +251,7 @@ class Pool:
             self.stats.planned(time.perf_counter() - begin, here=True)
 
     def forget(self) -> None:
-        """Drop all orders that were not taken."""
+        """Drop all orders that were not taken; workers finish the jobs they are busy with, and the results are lost."""
         if self.shared is not None:
             with self.shared.change:
                 self.shared.waiting.clear()
@@ -243,13 +267,13 @@ class Pool:
             return [worker.process.pid for worker, _ in self.shared.at_work.values()]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the planner processes and their threads."""
         if self.shared is not None:
             self._closing()
 
 
 def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
-    """Return the planner and the recipe wish as bytes for the workers, or raise if the planner cannot be pickled."""
+    """Return the planner and the recipe wish as bytes for the workers; raise ValueError if they cannot be pickled."""
     try:
         return pickle.dumps((planner, wish))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -260,14 +284,14 @@ def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
 
 
 def _shut(shared: _Shared, threads: list[threading.Thread]) -> None:
-    """End the workers and their threads."""
+    """End the workers and their threads; wait up to 10 seconds for each thread."""
     shared.close()
     for thread in threads:
         thread.join(10)
 
 
 def _tend(shared: _Shared, number: int) -> None:
-    """Run the thread of a worker: do one job after the other until the pool closes."""
+    """Run the thread of a worker: do one job after the other until the pool closes. ``number`` is the thread's own."""
     worker: _Worker | None = None
     while True:
         with shared.change:
@@ -281,7 +305,10 @@ def _tend(shared: _Shared, number: int) -> None:
 
 
 def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Worker | None:
-    """Get one job done, with further workers if one dies; return the worker that is alive, if any."""
+    """Get one job done, with further workers if one dies; return the worker that is alive, if any.
+
+    ``worker`` is the one that the thread ``number`` has, None to start one.
+    """
     while not job.dropped:
         parts, error, seconds, ready = None, None, 0.0, worker is not None
         try:
@@ -329,7 +356,7 @@ def _at_work(shared: _Shared, number: int, worker: _Worker, job: Job) -> None:
 
 
 def _ending(code: int) -> str:
-    """Describe how a process ended, from its exit code."""
+    """Describe how a process ended, from its exit code, as the end of a sentence: ``was killed by signal 9``."""
     if code == OUT_OF_MEMORY:
         return "ran out of memory"
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

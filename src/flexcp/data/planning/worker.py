@@ -27,10 +27,11 @@ OUT_OF_MEMORY = 71
 
 
 def main(pipe_fd: int, lifeline_fd: int) -> None:
-    """Run a worker: send "ready" or "broken", then answer orders until the pipe closes.
+    """Run a worker: receive the pickled planner, send "ready" or "broken", then answer orders until the pipe closes.
 
-    An order is a :class:`PlanOrder` or the bytes of plans from another rank. An answer is ("parts", seconds, parts) or
-    ("failed", seconds, message). A worker that runs out of memory exits with :data:`OUT_OF_MEMORY`.
+    The arguments are file descriptors: of the pipe for orders and answers, and of the pipe that closes when the parent
+    ends. An order is a :class:`PlanOrder` or the bytes of plans from another rank. An answer is ("parts", seconds,
+    parts) or ("failed", seconds, message). A worker that runs out of memory exits with :data:`OUT_OF_MEMORY`.
     """
     threading.Thread(target=_follow, args=(lifeline_fd,), daemon=True).start()
     pipe = Connection(pipe_fd)
@@ -62,7 +63,7 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
 
 
 def _follow(lifeline_fd: int) -> None:
-    """Wait until the parent has ended, then exit."""
+    """Wait until the parent has ended and its end of the lifeline pipe is closed, then exit."""
     while os.read(lifeline_fd, 1):
         pass
     os._exit(0)

@@ -3,7 +3,7 @@
 A correction is (epoch, step, speeds): from that step of that epoch on, the planner assumes that rank r computes at
 ``speeds[r]`` per mille of the cluster's speed. The plan of a step depends on the last correction at or before it, and
 on no other measurement. So the list of corrections is enough to repeat a run: the same steps, planned with the same
-corrections, have the same hashes.
+corrections, have plans with the same hashes.
 
 :func:`agreed_speeds` makes a correction from the measurements of all ranks, with the same integer arithmetic on every
 rank.
@@ -28,19 +28,22 @@ SLOWEST, FASTEST = 100, 10_000
 
 @dataclass(frozen=True)
 class Correction:
-    """From ``step`` of ``epoch`` on, the planner assumes these speeds of the ranks, in per mille."""
+    """From ``step`` of ``epoch`` on, the planner assumes these speeds of the ranks, in per mille of nominal speed."""
 
     epoch: int
     step: int
     speeds: tuple[int, ...]
 
     def plain(self) -> list[Any]:
-        """Return the correction as plain values, for a state."""
+        """Return the correction as a list of plain values, ``[epoch, step, speeds]``, for a loader's state."""
         return [self.epoch, self.step, list(self.speeds)]
 
 
 def read_corrections(values: Sequence[Any], ranks: int) -> list[Correction]:
-    """Read the corrections of a state; those for another number of ranks do not apply and are left out."""
+    """Read the corrections in a loader's state; those for another number of ranks do not apply and are left out.
+
+    Raise ValueError if the values are not corrections.
+    """
     found = []
     try:
         for epoch, step, speeds in values:
@@ -56,7 +59,10 @@ def read_corrections(values: Sequence[Any], ranks: int) -> list[Correction]:
 
 
 def speeds_at(corrections: Sequence[Correction], epoch: int, step: int) -> tuple[int, ...] | None:
-    """Return the speeds that the planner assumes at a step, None before the first correction."""
+    """Return the speeds, in per mille, that the planner assumes at a step; None before the first correction.
+
+    ``corrections`` are in the order of their steps.
+    """
     found = None
     for correction in corrections:
         if (correction.epoch, correction.step) <= (epoch, step):
@@ -65,11 +71,12 @@ def speeds_at(corrections: Sequence[Correction], epoch: int, step: int) -> tuple
 
 
 def agreed_speeds(measured: Sequence[tuple[int, int]], taken: Sequence[int]) -> tuple[int, ...] | None:
-    """Return new speeds of all ranks, or None if the assumed speeds ``taken`` are close enough.
+    """Return new speeds of all ranks in per mille, or None if the assumed speeds ``taken`` are to be kept.
 
     ``measured`` holds, for each rank, the nanoseconds that the cost model expects for its work at nominal speed, and
     the nanoseconds that it took. The cost model's own error is the same on all ranks, so speeds are relative: the rank
-    with the median rate gets the median of the assumed speeds. A rank without work keeps its speed.
+    with the median rate gets the median of the assumed speeds. A rank without work keeps its speed. The assumed speeds
+    are kept if no rank differs by :data:`LEAST_CHANGE` or more, or if fewer than two ranks have measurements.
     """
     scale = NOMINAL_SPEED * NOMINAL_SPEED
     rates = [max(1, scale * expected // took) if expected and took else 0 for expected, took in measured]

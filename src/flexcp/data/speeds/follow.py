@@ -17,7 +17,11 @@ from flexcp.telemetry.telemetry import Telemetry
 
 
 class SpeedFollower:
-    """The speed corrections of a loader; a new one is agreed on every ``every`` steps (0: never)."""
+    """The speed corrections of a loader.
+
+    Every ``every`` steps (0: never) the ranks compare measurements and may add a correction. Raise ValueError if
+    ``every`` is not 0 and telemetry does not measure, or the planner cannot change speeds.
+    """
 
     def __init__(self, planner: PlannerLike, every: int, telemetry: Any, peers: Peers) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
@@ -38,14 +42,14 @@ class SpeedFollower:
         self._measured = MeasuredWork(telemetry) if every else None
 
     def at(self, epoch: int, step: int) -> tuple[int, ...] | None:
-        """Return the speeds with which a step is planned, None for the planner's own."""
+        """Return the speeds of the ranks, in per mille, with which a step is planned; None for the planner's own."""
         return speeds_at(self.corrections, epoch, step)
 
     def after(self, epoch: int, step: int, unasked: int) -> None:
         """Agree on a correction after ``step`` if one is due; it begins at step ``unasked``, the first not yet ordered.
 
-        All ranks call this at the same step. No correction is made while the last one has not begun, because the plans
-        measured until then do not contain it.
+        All ranks call this at the same step. No correction is made while the last one has not begun, because the steps
+        measured until then were planned without it, nor if speeds have hardly changed.
         """
         if self._measured is None or (step + 1) % self.every or self._pending(epoch, step):
             return
@@ -64,5 +68,5 @@ class SpeedFollower:
         return True
 
     def state(self) -> list[Any]:
-        """Return the corrections as plain values."""
+        """Return the corrections as plain values, for the state of the loader."""
         return [correction.plain() for correction in self.corrections]

@@ -1,4 +1,4 @@
-"""Measured work: how long this rank computed, as telemetry measured it, and how long it should at nominal speed."""
+"""Measured work: how long this rank computed attention, by telemetry, and how long it should have at nominal speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexcp.telemetry.telemetry import Telemetry
 
 
 class MeasuredWork:
-    """Sums up the steps of a telemetry, each step once."""
+    """Sums up the attention times of the steps that a telemetry recorded, each step once."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
@@ -20,7 +20,8 @@ class MeasuredWork:
     def since_last(self) -> tuple[int, int]:
         """Return (expected, taken) nanoseconds of the steps since the last call; (0, 0) if there are none.
 
-        Only steps that the device has finished are counted; this function does not wait for the others.
+        This function does not wait for the device: it stops at the first step that is not finished, and the next call
+        counts from there.
         """
         expected = took = 0
         for record in self.telemetry.steps:
@@ -40,7 +41,7 @@ class MeasuredWork:
 
 
 def expected_ns(record: StepRecord) -> int:
-    """Return the nanoseconds that the cost model expects for a rank's passes of a step, at nominal speed."""
+    """Return the nanoseconds that the cost model expects for a rank's attention passes of a step, at nominal speed."""
     plan, rank = record.plan, record.rank or 0
     machine = replace(plan.cluster, speeds=())
     found = 0
