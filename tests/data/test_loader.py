@@ -314,13 +314,6 @@ def test_a_document_without_tokens_is_named() -> None:
         local(Numbered([9, 9, 9]), masks={"all": ([flexcp.causal()] * 2, 2)})
 
 
-def test_batches_come_on_the_device_that_is_asked_for() -> None:
-    for device in (None, "meta"):
-        [batch] = local(Numbered([9, 12], known=True), device=device)
-        tensors = (batch.tokens, batch.labels, batch.positions, batch.documents, *batch.fields.values())
-        assert {x.device.type for x in tensors} == {device or "cpu"}
-
-
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import torch
 from made import LENGTHS, Numbered, StatefulStream, Stream, arguments
 from misbehaving import planner
 
-from flexcp.data import Loader
+from flexcp.data.loader import Loader
 from flexcp.measure.ranks import RankPool
 
 BUDGET = 150

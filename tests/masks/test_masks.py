@@ -230,6 +230,7 @@ def test_masks_are_equal_by_value_and_hashable() -> None:
         (lambda: lambda_(4, 0), "window 0"),
         (lambda: shared_question(0), "answers >= 1"),
         (lambda: shared_question(2, 1.5), "0 <= question <= 1"),
+        (lambda: shared_question(2, -0.5), "0 <= question <= 1"),
         (lambda: shared_question([]), "answer lengths"),
         (lambda: shared_question([3, -1], 2), "answer lengths"),
         (lambda: shared_question([3], 0.5), "answer lengths"),

@@ -162,6 +162,7 @@ def test_text_forms(text: str) -> None:
         (lambda: flexcp.masks.from_key_ranges([[(0.0, 0.7)]]), "integers of at most 64 bits"),
         (lambda: flexcp.masks.from_cu_seqlens([0, 2**63]), "integers of at most 64 bits"),
         (lambda: flexcp.masks.from_cu_seqlens([0, 10**20]), "integers of at most 64 bits"),
+        (lambda: flexcp.masks.from_cu_seqlens(np.array([0, 2**63], np.uint64)), "integers of at most 64 bits"),
         (lambda: flexcp.masks.from_cu_seqlens([0, 5, -(2**63)]), "must ascend"),
         (
             lambda: flexcp.masks.from_mask_mod(lambda b, h, q, k: k <= q, 10**20),

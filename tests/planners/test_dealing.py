@@ -44,8 +44,12 @@ def test_by_hand() -> None:
     assert groups(dealt(request(lengths, 2), 2, 1)) == [[1], [0, 2, 3, 4, 5, 6]]
     # Where a group holds 150 tokens, one of the six has to go to the long one.
     assert groups(dealt(request(lengths, 2, cap=150), 2, 1)) == [[1, 6], [0, 2, 3, 4, 5]]
+    # With room for one token less only four short ones fit together, and the last document fits nowhere.
+    assert groups(dealt(request(lengths, 2, cap=149), 2, 1)) == [[1, 5], [0, 2, 3, 4, 6]]
     # Cut into 8 parts each, 30 tokens may take the place of 32: four fit, and the last goes where there is more room.
     assert groups(dealt(request(lengths, 2, cap=150), 2, 8)) == [[1, 5], [0, 2, 3, 4, 6]]
+    # Six of 32 are 192 tokens, which rounding alone does not stop where a group holds them.
+    assert groups(dealt(request(lengths, 2, cap=192), 2, 8)) == [[1], [0, 2, 3, 4, 5, 6]]
 
 
 def test_tiles_and_other_layers_are_part_of_a_load() -> None:

@@ -18,7 +18,7 @@ import flexcp
 from flexcp.cli.main import app
 from flexcp.data.lengths import draw_lengths
 from flexcp.report.page import page, write_report
-from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data
+from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data, traffic
 from flexcp.report.plan_tables import plan_section
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import code_section, lines_section, table_section, words_section
@@ -171,6 +171,16 @@ def test_one_document_is_drawn_whatever_the_budget(monkeypatch: pytest.MonkeyPat
         assert data_of(plan)["drawn"] == drawn
 
 
+def test_runs_count_where_a_document_has_more_of_them_than_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens in turn for each of four ranks: 12 runs of the first document and 8 of the second."""
+    planner = flexcp.Planner(4, 2, 64, cluster=flexcp.cluster("h100", 1, 4), strategy="blocks")
+    plan = planner([60, 40], layout=[[t for t in range(100) if t // 5 % 4 == rank] for rank in range(4)])
+    assert max(len(regions) for regions in plan.placement.regions) < 20
+    for most, drawn in ((19, [0]), (20, [0, 1])):
+        monkeypatch.setattr("flexcp.report.plan_data.MOST_ROWS", most)
+        assert drawn_documents(plan).tolist() == drawn
+
+
 def test_of_many_cuts_the_longest_documents_are_drawn() -> None:
     lengths = draw_lengths("web", 524_288, 1)
     plan = planned("zigzag", 8, 8, lengths)
@@ -197,6 +207,18 @@ def test_many_pairs_are_told_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sent["bytes"]) == plan.bytes().sum()
     monkeypatch.setattr("flexcp.report.plan_data.MOST_PAIRS", 16 * 15)
     assert data_of(plan)["masks"][0]["bytes"][0]["unit"] == "rank"  # type: ignore[index]
+
+
+def test_bytes_of_nodes_are_the_sums_over_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("ring", 3, 2, [4096, 700])
+    monkeypatch.setattr("flexcp.report.plan_data.MOST_PAIRS", 0)
+    sent = traffic(plan, 0, False)
+    by_hand: dict[tuple[int, int], int] = {}
+    for source, target in np.argwhere(plan.bytes()).tolist():
+        nodes = source // 2, target // 2
+        by_hand[nodes] = by_hand.get(nodes, 0) + int(plan.bytes()[source, target])
+    found = dict(zip(zip(sent["source"], sent["target"], strict=True), sent["bytes"], strict=True))
+    assert found == by_hand and len({*by_hand.values()}) > 1
 
 
 def test_bars_that_touch_are_one_and_texts_are_listed_once() -> None:

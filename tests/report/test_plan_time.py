@@ -64,3 +64,9 @@ def test_attention_alone_is_the_compute_of_both_passes_in_all_layers_and_waiting
     assert (found.attention_ns + found.exposed_ns).tolist() == [found.total_ns] * 2
     assert found.linear_ns.tolist() == [0, 0] and found.total_ns == simulated.attention_ns
     assert found.perfect_ns(simulated.plan) == int(found.attention_ns.sum()) // 2
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    simulated = simulate(flexcp.Planner(4, 2, 64, cluster=flexcp.cluster("h100:1x1"))([3000, 700]))
+    found = PlanTime.of_simulation(simulated, None)
+    assert found.exposed_ns.tolist() == [0] and found.attention_ns.tolist() == [found.total_ns]

@@ -220,6 +220,14 @@ def test_divisions_put_every_token_into_the_stage_of_its_block() -> None:
     assert len(parts) == 1 + changes
 
 
+def test_divisions_give_each_rank_that_reads_keys_the_last_of_its_own_stages() -> None:
+    """Three ranks and four blocks; the third rank reads no keys."""
+    divisions = Divisions(np.array([0, 10, 20, 30, 40]), np.array([[1, 3, 2, 1], [1, 1, 1, 2], [4, 4, 4, 4]]))
+    none = np.zeros(3, np.int64)
+    work, times = Work(none + 100, none + 60, none, none), ExchangeTimes(*[none] * 5)
+    assert chosen_for(work, times, [0, 1], divisions=divisions).number.tolist() == [3, 2, 1]
+
+
 @pytest.mark.parametrize(("back", "home"), [(900, 50), (900, 0), (0, 50), (0, 0)])
 def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots(back: int, home: int) -> None:
     """Slot by slot, for ranks to which queries come and ranks to which none do."""
@@ -257,9 +265,15 @@ def test_slots_are_those_of_the_picture() -> None:
     assert found[1].tolist() == [[140, 0, 100], [110, 0, 0], [160, 0, 200], [200, 0, 0]]
 
 
-def chosen_for(work: Work, times: ExchangeTimes, readers: list[int], assemble_own: bool = False) -> Stages:
-    ranks = len(work.own)
-    placement: Any = SimpleNamespace(ranks=ranks, assemble_own=assemble_own, wishes=SimpleNamespace(divisions=None))
+def chosen_for(
+    work: Work,
+    times: ExchangeTimes,
+    readers: list[int],
+    assemble_own: bool = False,
+    divisions: Divisions | None = None,
+) -> Stages:
+    ranks, wishes = len(work.own), SimpleNamespace(divisions=divisions)
+    placement: Any = SimpleNamespace(ranks=ranks, assemble_own=assemble_own, wishes=wishes)
     needs: Any = SimpleNamespace(keys=SimpleNamespace(first=SimpleNamespace(rank=np.array(readers))))
     alone = Peers(np.zeros(0, np.int64), np.zeros(0, np.int64))
     return choose_stages(placement, needs, work, times, alone, replace(cluster("h100", 1, ranks), latency_ns=0))

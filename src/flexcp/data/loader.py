@@ -141,7 +141,6 @@ class Loader:
         self.pads = {TOKENS: samples.pad_token, LABELS: samples.ignore, **({field: -1} if field else {})}
         found = masks_of(mask, masks, samples.mask_fn, samples.spans)
         if samples.tree_by is not None:
-            check_dataset(dataset)
             most = self._most_of_a_tree(planner, limits)
             dataset = grouped(dataset, samples.tree_by, fields, samples.least_shared, most)
             found = masks_of_trees(found)

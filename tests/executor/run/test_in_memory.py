@@ -34,6 +34,7 @@ from flexcp.plan.plan import Plan
 
 LENGTHS = [37, 1, 22, 4]
 HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 4, 2, 8, 6
+CPU = torch.device("cpu")
 CASES = [
     ("blocks", 1, 3),
     ("scattered", 1, 3),
@@ -56,10 +57,14 @@ class Box:
 
 
 class BoxExchange(Exchange):
-    """Leaves messages in a box and takes them from there."""
+    """Leaves messages in a box and takes them from there; ``ended`` says for each end of a pass whether the pass still
+    had the arena then.
+    """
 
     rank: int
     box: Box
+    arena: Arena
+    ended: list[bool]
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
@@ -74,6 +79,9 @@ class BoxExchange(Exchange):
 
     def finish(self) -> None:
         assert not self._arriving
+        size = self.arena.size
+        with self.arena.lease(size + 1, CPU):  # only an arena that nobody has grows
+            self.ended.append(self.arena.size == size)
 
 
 class Marks:
@@ -128,17 +136,21 @@ def rows_of(plan: Plan, rank: int) -> Tensor:
 
 
 def one_rank(plan: Plan, rank: int, boxes: tuple[Box, Box]) -> tuple[list[Tensor], list[int]]:
-    """Output, dq, dk, dv of a rank's rows; its marks in both passes, less those it must make."""
+    """Output, dq, dk, dv of a rank's rows; its marks in both passes, less those it must make.
+
+    A pass that exchanges messages ends its exchange once, before it gives back the arena in which they are.
+    """
     q, k, v, do = (stream[rows_of(plan, rank)] for stream in streams())
-    types, missing = types_of(q), []
+    types, missing, ended = types_of(q), list[int](), list[bool]()
 
     def ready(backward: bool) -> tuple[Any, Runtime, Marks]:
         program = rank_program(plan, rank, 0, backward)
         wire = Wire(None, [0] * plan.ranks, timedelta(seconds=20), None, lambda reason: None)
         exchange = BoxExchange(wire, PassLabel(0, 0, 0, "", backward, len(program.slots)), ())
         exchange.rank, exchange.box = rank, boxes[backward]
+        exchange.arena, exchange.ended = Arena(), ended
         marks = Marks()
-        runtime = Runtime(plan.shape, types, Settings(HEAD_DIM**-0.5), exchange, Arena(), marks)
+        runtime = Runtime(plan.shape, types, Settings(HEAD_DIM**-0.5), exchange, exchange.arena, marks)
         return prepare(pass_recipe(program, backward, plan.shape), plan.shape, "cpu", types, {}), runtime, marks
 
     prepared, runtime, marks = ready(False)
@@ -147,6 +159,7 @@ def one_rank(plan: Plan, rank: int, boxes: tuple[Box, Box]) -> tuple[list[Tensor
     prepared, runtime, marks = ready(True)
     back = OutputGradient(do, out, None, types.statistics)
     grads = run_backward(prepared, runtime, kept, q, k, v, lse, back)
+    assert ended == [True] * 2, f"rank {rank} of {plan!r}"
     missing.append(1000 + 3 * len(prepared.program.slots) - marks.count)
     return [out, *grads], missing
 

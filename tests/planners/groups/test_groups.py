@@ -48,7 +48,8 @@ from flexcp.planners.groups.groups import (
     searched_settings,
     team_sizes,
 )
-from flexcp.planners.groups.rows import Pieces, _levelled, _zigzag
+from flexcp.planners.groups.priced_documents import price_documents
+from flexcp.planners.groups.rows import CLOSE_TO_EVEN, Pieces, _levelled, _zigzag
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -346,6 +347,14 @@ def test_equal_tokens_pads_little() -> None:
     placement = groups(asked(lengths, cluster("h100", 2, 4), equal_tokens=True, pad_to=16))
     assert len(set(placement.tokens.tolist())) == 1
     assert placement.pads * 8 <= sum(lengths) + 8 * 16 * 8
+
+
+def test_pads_of_equal_tokens_cost_no_more_than_an_excess_of_load_that_is_accepted() -> None:
+    """Dealt by load alone, three ranks would have 20,000 tokens of short documents each beside a long one, and pads."""
+    request = asked([20_000, *[200] * 300], cluster("h100", 1, 4), equal_tokens=True, argument="team=1")
+    placement, priced = groups(request), price_documents(request, [1])
+    assert placement.pads > 0, "a test of nothing"
+    assert placement.pads * priced.linear * CLOSE_TO_EVEN <= priced.load.sum()
 
 
 def test_the_note_says_degrees_and_the_settings_that_give_the_same_again() -> None:

@@ -203,10 +203,9 @@ class _Builder:
             groups.setdefault((side, stage, h0, h1), []).append((owner, start, stop))
         for (side, stage, h0, h1), pieces in sorted(groups.items()):
             number = len(self.shelves)
-            parts = [self.placement.stream_parts(*piece) for piece in pieces]
-            piece = np.repeat(np.arange(len(parts)), [len(p[0]) for p in parts])
-            start = np.concatenate([p[0] for p in parts])
-            stop = np.concatenate([p[1] for p in parts])
+            starts, stops = zip(*(self.placement.stream_parts(*piece) for piece in pieces), strict=True)
+            piece = np.repeat(np.arange(len(starts)), [len(each) for each in starts])
+            start, stop = np.concatenate(starts), np.concatenate(stops)
             order = np.argsort(start, kind="stable")
             row = np.empty(len(order), np.int64)
             row[order] = np.cumsum((stop - start)[order]) - (stop - start)[order]

@@ -1,0 +1,63 @@
+"""Proves what one rank gets of a batch, without other processes: which rows, on which device, how many labels count,
+and the smallest budget there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from made import Numbered, arguments, token
+from misbehaving import planner
+
+from flexcp.data import Loader
+from flexcp.data.documents import BatchLimits
+from flexcp.data.local_batch import LocalBatch
+from flexcp.data.row_sharing import segments
+
+
+def local(data: Any, **options: Any) -> list[LocalBatch]:
+    options = {"budget": 100, "workers": 0, **options}
+    with Loader(data, planner(1), **arguments(**options)) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+def test_all_tensors_of_a_batch_are_on_the_device_that_is_asked_for(device: str | None) -> None:
+    """Fields are the columns beside tokens and labels, which have attributes of their own."""
+    [batch] = local(Numbered([9, 12], known=True), document_fields=["images"], device=device)
+    assert set(batch.fields) == {"weight"}
+    tensors = (batch.tokens, batch.labels, batch.positions, batch.documents, batch.fields["weight"])
+    assert {x.device.type for x in tensors} == {device or "cpu"}
+    assert [len(x) for x in tensors] == [21] * 5
+    if device != "meta":
+        rows = [*range(9), *range(12)]
+        assert batch.tokens.tolist() == [token(n, row) for n, row in zip([0] * 9 + [1] * 12, rows, strict=True)]
+        assert torch.equal(batch.fields["weight"][:, 1], -torch.tensor(rows, dtype=torch.float32))
+
+
+def test_labels_of_a_field_are_counted_where_only_lengths_are_known() -> None:
+    samples = [{"tokens": [1, 2, 3, 4], "labels": [-100, 2, -100, 4]}, {"tokens": [5, 6], "labels": [-100, -100]}]
+    [batch] = local(samples, lengths=[4, 2], labels="labels")
+    assert batch.labels.tolist() == [2, -100, 4, -100, -100, -100] and batch.valid == 2
+
+
+def test_a_budget_of_one_token_is_one_token_a_batch() -> None:
+    assert [batch.tokens.tolist() for batch in local([[5], [6]], budget=1)] == [[5], [6]]
+    for budget, longest in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"at least 1; got {budget} and {longest}"):
+            BatchLimits(budget, longest, "refuse")
+
+
+def test_segments_are_the_ranges_of_documents_in_the_order_of_local_rows() -> None:
+    """Token by token, for two ranks of a zigzag, each with two runs of a document that is cut."""
+    placement = planner(2, "zigzag")([10, 6]).placement
+    for rank in range(2):
+        kept = segments(placement, rank)
+        runs = placement.runs.take(placement.runs.rank == rank)
+        stream = [t for a, b in zip(runs.start.tolist(), runs.stop.tolist(), strict=True) for t in range(a, b)]
+        found = {}
+        for at, document, first, rows in zip(kept.at, kept.document, kept.first, kept.rows, strict=True):
+            found |= {int(at + i): (0, 10)[document] + int(first + i) for i in range(rows)}
+        assert [found[row] for row in range(len(stream))] == stream and len(found) == len(stream)
