@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import flexcp
 from flexcp.frameworks import huggingface, multimodal
+from flexcp.frameworks.huggingface_layers import refuse_unless_handled
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import SIZES, make_config
 
@@ -128,7 +129,7 @@ def test_a_model_that_lists_no_kinds_is_known_by_its_type() -> None:
     model.config = PreTrainedConfig()
     model.config.model_type = "jamba"
     with pytest.raises(NotImplementedError, match="this model has layers with a state"):
-        huggingface.refuse_unless_handled(model, "refused")
+        refuse_unless_handled(model, "refused")
 
 
 def test_layers_that_do_not_pass_the_step_on_are_named(pool: RankPool) -> None:
