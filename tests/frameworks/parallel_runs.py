@@ -429,3 +429,29 @@ def without_a_step(group: dist.ProcessGroup, tokens: Tensor, positions: Tensor) 
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+def logits_or_message(
+    group: dist.ProcessGroup | None, config: Any, lengths: list[int], on: bool = True, ranks: int = 2
+) -> Tensor | str:
+    """The logits of the whole stream by a model of ``config`` under a plan, or why it was refused.
+
+    Without ``on`` the model is not turned on: flexcp is only its attn_implementation.
+    """
+    import transformers
+
+    from flexcp.frameworks import huggingface
+
+    torch.manual_seed(0)
+    huggingface.register()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if on else "flexcp")
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, ranks), strategy="blocks")
+    step = flexcp.bind(planner(lengths, flexcp.causal(), layout="contiguous"), group)
+    tokens = torch.arange(sum(lengths)) % 64
+    try:
+        if on:
+            huggingface.turn_on(model)
+        found = model(step.shard(tokens)[None], position_ids=step.positions[None], step=step, use_cache=False).logits[0]
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return step.gather(found.detach())

@@ -118,7 +118,7 @@ def test_layers_that_read_in_order_are_refused_by_name() -> None:
     tree = flexcp.tree([-1, 0, 0], [4, 2, 3])
     for words, config in configs.items():
         model = AutoModelForCausalLM.from_config(config)
-        huggingface.turn_on(model)
+        huggingface.turn_on(model, other_layers="handled")
         planner = huggingface.planner(config, flexcp.cluster("cpu", 1, 1), "float32", strategy="blocks")
         step = flexcp.bind(planner([9], tree))
         with pytest.raises(

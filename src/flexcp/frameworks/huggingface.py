@@ -20,7 +20,7 @@ around a model's forward are in :mod:`flexcp.frameworks.huggingface_checks`.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +33,9 @@ from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step, check_bound
-from flexcp.frameworks.huggingface_attention import CHUNKED, chunks_named, flexcp_attention, flexcp_mask
+from flexcp.frameworks.huggingface_attention import NAME, chunks_named, flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
+from flexcp.frameworks.huggingface_layers import CHUNKED, PLANNED, refuse_unless_handled
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
 from flexcp.masks import Mask, causal, chunked, window, windowed
 from flexcp.masks.tree import NAME as TREE
@@ -46,8 +47,6 @@ from flexcp.planner import Planner
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-NAME = "flexcp"
-
 
 def register() -> None:
     """Make ``attn_implementation="flexcp"`` known to Transformers; may be called repeatedly."""
@@ -57,7 +56,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, flexcp_mask)
 
 
-def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
+def turn_on(
+    model: PreTrainedModel | DistributedDataParallel, other_layers: Literal["refused", "handled"] = "refused"
+) -> None:
     """Let ``model`` use flexcp's attention from now on, and check each forward that is given a step.
 
     A forward raises RuntimeError if no attention used its step, and ValueError for inputs or labels that do not fit the
@@ -65,6 +66,10 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
     here. The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation``
     does. Another model made from the same config object uses flexcp's attention too, without the checks; make it from
     ``copy.deepcopy(config)`` instead.
+
+    A model with layers that mix tokens otherwise than by attention (convolutions, state space layers, linear attention)
+    raises NotImplementedError too, because they would run on this rank's rows as they lie. ``other_layers="handled"``
+    says that you adapted those layers, with ``step.relayout`` and ``step.restore``; flexcp cannot check it.
     """
     model = _inside(model)
     if not model.is_backend_compatible():
@@ -72,6 +77,7 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
             f"{type(model).__name__} does not take its attention from Transformers' AttentionInterface, so flexcp "
             "cannot replace it; call flexcp.attention in the layers themselves"
         )
+    refuse_unless_handled(model, other_layers)
     register()
     model.set_attn_implementation(NAME)
     check_forwards(model)
@@ -92,11 +98,12 @@ def masks(
     layers = int(config.num_hidden_layers)
     keys = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention", CHUNKED}
+    unknown = set(kinds) - PLANNED
     if unknown:
         raise NotImplementedError(
             f"{config.model_type} has layers of kind {', '.join(sorted(unknown))}, for which masks() knows no mask; "
-            "give planner(lengths, masks={'name': (mask, layers)}) yourself"
+            "give planner(lengths, masks={'name': (mask, layers)}) those of the attention layers yourself, and first "
+            "adapt layers that mix tokens otherwise (docs/frameworks.md#hybrid-models)"
         )
     windows, chunks = (sum(kind == name for kind in kinds) for name in ("sliding_attention", CHUNKED))
     found: dict[str, tuple[MaskLike, int]] = {}
@@ -166,12 +173,27 @@ def planner(
             )
     model = _inside(model)
     config = _text_config(model)
+    _refuse_sizes_by_layer(config)
     dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
     heads, kv_heads, head_dim, v_head_dim = _heads(config)
     if heads % tp or kv_heads % tp:
         raise ValueError(f"{heads} query and {kv_heads} KV heads cannot be split over tp={tp} ranks")
     sizes = heads // tp, kv_heads // tp, head_dim
     return Planner(*sizes, v_head_dim=v_head_dim, dtype=str(dtype), cluster=cluster, **options)
+
+
+def _refuse_sizes_by_layer(config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError if layers differ in the number or the size of heads, because a plan has one of each."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        listed = getattr(config, f"{name}_per_layer", None) or ()
+        sizes = sorted({getattr(layer, name, None) for layer in layers} | set(listed), key=str)
+        if len(sizes) > 1:
+            raise NotImplementedError(
+                f"layers of {config.model_type} differ in {name} ({', '.join(map(str, sizes))}), but a plan is for one "
+                "shape of heads, so flexcp cannot run all attention of such a model; take a configuration whose "
+                f"layers have the same {name}, or call flexcp.attention in the layers, under a plan for each shape"
+            )
 
 
 def _heads(config: PreTrainedConfig) -> tuple[int, int, int, int]:

@@ -19,6 +19,7 @@ from flexcp.executor.arguments import ranks_of_run
 from flexcp.executor.attention import attention
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
+from flexcp.frameworks.huggingface_layers import CHUNKED, refuse_growing_rope, refuse_other_layers
 from flexcp.frameworks.llama4_temperature import retuned
 from flexcp.frameworks.router_loss import refuse_whole_router_loss
 from flexcp.frameworks.shared_batch import lengths_of
@@ -27,6 +28,8 @@ from flexcp.masks import causal, chunked, window
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NAME = "flexcp"
+"""The name of flexcp's attention in Transformers: ``attn_implementation="flexcp"``."""
 ELSEWHERE = frozenset(
     {
         "num_items_in_batch",
@@ -47,8 +50,6 @@ ELSEWHERE = frozenset(
     }
 )
 """Keywords that reach attention functions but are meant for other parts of a model."""
-CHUNKED = "chunked_attention"
-"""The name in configurations for layers whose queries see only keys of their own chunk of tokens."""
 
 
 def flexcp_attention(
@@ -84,7 +85,7 @@ def flexcp_attention(
     # Views whose backward is a view too; x[0] would make the backward fill zeros and copy the gradient into them.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if step is None or step == "alone":
-        _refuse_alone(step)
+        _refuse_alone(module, step)
         lengths = _lengths(query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
         q = retuned(module, q, query.shape[2], torch.cat([torch.arange(n) for n in lengths]))
         mask = chunked(chunk) if chunk else window(sliding_window - 1) if sliding_window else causal()
@@ -97,6 +98,10 @@ def flexcp_attention(
             f"under a step a rank's tokens are one row: shape [1, tokens], but the model got {query.shape[0]} rows of "
             f"{query.shape[2]}; lay the documents end to end"
         )
+    if not torch.compiler.is_compiling():
+        refuse_growing_rope(getattr(module, "config", None), step)
+        if not step.calls:
+            refuse_other_layers(module)
     _check_documents(step, query, position_ids, cu_seq_lens_q)
     if others.get("gradients") is not None and not isinstance(others.get("num_items_in_batch"), int | float | Tensor):
         refuse_whole_router_loss(module, step)  # a model that was turned on got a plain number of labels
@@ -242,13 +247,22 @@ def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_alone(step: str | None) -> None:
+def _refuse_alone(module: nn.Module, step: str | None) -> None:
     if step is None and ranks_of_run() > 1:
         raise ValueError(
             f"no step was given to the model on {ranks_of_run()} ranks: call model(..., step=flexcp.bind(plan, "
             "group)), or model(..., step='alone') when every rank attends to its own documents only. To generate, turn "
-            "flexcp off before: model.set_attn_implementation('sdpa')"
+            "flexcp off before: model.set_attn_implementation('sdpa'). If the model was given a step, "
+            f"{not_passed_on(type(module).__name__)}"
         )
+
+
+def not_passed_on(name: str) -> str:
+    """Return why a step that was given to a model does not reach its attention; ``name`` says whose attention."""
+    return (
+        f"its layers do not pass keywords on to {name} (Nemotron's do not), so flexcp cannot run it; pass **kwargs on "
+        "in the layers' forward"
+    )
 
 
 def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> list[int]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.frameworks import fsdp, not_used
-from flexcp.frameworks.huggingface_attention import CHUNKED, refuse_counted
+from flexcp.frameworks.huggingface_attention import NAME, not_passed_on, refuse_counted
+from flexcp.frameworks.huggingface_layers import CHUNKED, other_layers
 from flexcp.frameworks.router_loss import with_shared_router_loss
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of
 from flexcp.masks import full
@@ -150,14 +151,10 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
     It is called for batches with documents that branch: along the stream, the state of such layers would pass from one
     branch into the next.
     """
-    config = getattr(module, "config", None)
-    config = getattr(config, "text_config", config)
-    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    odd = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if not odd and not getattr(module, "_is_stateful", False):
+    what = other_layers(module)
+    if not what:
         return
     document = next(iter(step.plan.batch.branches))
-    what = f"layers of kind {', '.join(odd)}" if odd else "layers with a state"
     raise NotImplementedError(
         f"{type(module).__name__} has {what}, which read tokens in the order of the stream, and document {document} "
         "branches: their state would go from one branch into the next. Train such a model on the sequences as "
@@ -335,6 +332,9 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
             step.losses.say(loss)
         return output
     if step.calls == getattr(module, _CALLS):
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME:
+            passed = not_passed_on("their attention")
+            raise RuntimeError(f"{step!r} was given to {type(module).__name__}, but {passed}")
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
     if loss is not None and loss.requires_grad and "gradients" in keywords:

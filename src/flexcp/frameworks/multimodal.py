@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from flexcp.executor.step import Step
 from flexcp.frameworks import used
 from flexcp.frameworks.huggingface_attention import refuse_ignored, refuse_padding
 from flexcp.frameworks.huggingface_checks import check_use, positions_given
+from flexcp.frameworks.huggingface_layers import refuse_growing_rope, refuse_unless_handled
 from flexcp.masks import Mask
 
 if TYPE_CHECKING:
@@ -63,13 +64,16 @@ class VisionDocument:
     seconds: Tensor | None = None
 
 
-def turn_on(model: PreTrainedModel) -> None:
+def turn_on(model: PreTrainedModel, other_layers: Literal["refused", "handled"] = "refused") -> None:
     """Let all parts of ``model`` run attention under the ``step`` they are called with, with the plan's own mask.
 
-    From then on a call without a step raises ValueError, and one whose step is not used RuntimeError.
+    From then on a call without a step raises ValueError, and one whose step is not used RuntimeError. A model with
+    layers that mix tokens otherwise than by attention raises NotImplementedError here. ``other_layers="handled"`` says
+    that you adapted those layers, with ``step.relayout`` and ``step.restore``; flexcp cannot check it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+    refuse_unless_handled(model, other_layers)
     AttentionInterface.register(NAME, planned_attention)
     AttentionMaskInterface.register(NAME, no_mask)
     model.set_attn_implementation(NAME)
@@ -119,6 +123,8 @@ def planned_attention(
         raise NotImplementedError("the plan has the mask of these layers; drop attention_mask and sliding_window")
     if query.shape[0] != 1:
         raise ValueError(f"a rank's tokens are one row [1, tokens]; got {query.shape[0]} rows")
+    if not torch.compiler.is_compiling():
+        refuse_growing_rope(getattr(module, "config", None), step)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = attention(q, k, v, step, mask=layer_mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     assert isinstance(out, Tensor)

@@ -193,7 +193,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 _ALIBI = "its attention has a bias by distance (ALiBi), which flexcp does not run"
-_STATE = "not all of its layers are softmax attention"
+STATE = "not all of its layers are softmax attention"
+"""Why types with recurrent layers, convolutions or linear attention are refused."""
 REFUSED = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
@@ -203,15 +204,15 @@ REFUSED = {
     "llama4_text": "its layers see chunks",
     "mllama": "some of its layers attend to images alone",
     "paligemma": "its prompts are seen from both sides",
-    "recurrent_gemma": _STATE,
+    "recurrent_gemma": STATE,
     **dict.fromkeys(
-        ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), _STATE
+        ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), STATE
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "rwkv", "xlstm", "zamba", "zamba2"),
-        _STATE,
+        STATE,
     ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _STATE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), STATE),
     **dict.fromkeys(("bert", "roberta", "electra", "modernbert"), "it is an encoder"),
 }
 """Known types that are refused, and why."""
