@@ -29,6 +29,7 @@ class Case:
     model: str = "llama3"
     """Or "gpt_oss": layers with and without a window, a sink in each head, and experts."""
     recompute: str = "none"
+    steps: int = STEPS
     checkpoints: bool = False
     """Whether it saves, and goes on where a run in the same folder stopped."""
 
@@ -95,9 +96,7 @@ def small_gpt_oss() -> Any:
     first, second = found.model.layers = found.model.layers[:2]
     assert (first.attention.sliding_window_size, second.attention.sliding_window_size) == (128, None)
     first.attention.sliding_window_size = WINDOW
-    first.attention.inner_attention = dataclasses.replace(
-        first.attention.inner_attention, window_size=(WINDOW - 1, 0)
-    )
+    first.attention.inner_attention = dataclasses.replace(first.attention.inner_attention, window_size=(WINDOW - 1, 0))
     for layer in (first, second):
         layer.moe.routed_experts.inner_experts.hidden_dim = 64
     return found
@@ -163,7 +162,7 @@ def _trained(folder: str, case: Case) -> dict[str, Any]:
         config.training,
         local_batch_size=2,
         seq_len=LENGTH,
-        steps=STEPS,
+        steps=case.steps,
         mixed_precision_param="float32",
         disable_cuda_graphs=True,
     )
