@@ -89,11 +89,7 @@ TRAINERS = (
         "axolotl",
         "axolotl",
         "axolotl_sft",
-        {
-            "packing": AXOLOTL,
-            "resume": "test_axolotl.py::test_a_run_goes_on_after_its_checkpoint",
-            "evaluation": AXOLOTL,
-        },
+        {"packing": AXOLOTL, "evaluation": AXOLOTL},
         {},
         "",
         environment=".venv-axolotl",
