@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots pictures counts verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
+.PHONY: demo test tests loops kernels lint docs screenshots pictures counts verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -172,8 +172,12 @@ coverage: .venv/ready
 	$(BIN)/python benchmarks/covered.py build/coverage.json --tests "$(if $(TESTS),$(TESTS),all tests)" --page docs/results/coverage.md
 
 # The tests that the table of trainers stands on, the examples over 20 steps (CI runs 4); writes docs/trainers.md.
-trainers: .venv/ready
+trainers: .venv/ready .venv-axolotl/ready
 	$(BIN)/python benchmarks/trainers.py --write docs/trainers.md
+
+# The example of axolotl on two ranks and on one process, in an environment with the versions that axolotl pins.
+axolotl: .venv-axolotl/ready
+	.venv-axolotl/bin/python -m pytest tests/frameworks/test_axolotl.py
 
 # Every strategy on thousands of random batches, masks and machines, against a count by hand.
 properties: .venv/ready
@@ -182,6 +186,12 @@ properties: .venv/ready
 # Packages are compiled to bytecode where they are imported, which few of their files are.
 .venv/ready: .venv/numba pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv-axolotl/ready: examples/axolotl_requirements.txt
+	$(PYTHON) -m venv .venv-axolotl
+	.venv-axolotl/bin/pip install --quiet --disable-pip-version-check --no-compile -r examples/axolotl_requirements.txt -e . pytest hypothesis
+	.venv-axolotl/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
 	touch $@
 
 # What `flexcp warmup` needs.
@@ -198,4 +208,4 @@ properties: .venv/ready
 	@mkdir -p .venv && touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache dist
+	rm -rf .venv .venv-axolotl .mypy_cache .ruff_cache dist

@@ -19,17 +19,26 @@ BEGIN, END = "<!-- written by benchmarks/trainers.py: -->", "<!-- end of what is
 
 
 def failed_tests(steps: int) -> set[str]:
-    """Run all tests of the table and return those with a failed or skipped case."""
-    tests = sorted({test for trainer in TRAINERS for test in trainer.tests})
+    """Run all tests of the table, each in its environment, and return those with a failed or skipped case."""
+    failed = set()
+    for environment in sorted({trainer.environment for trainer in TRAINERS}):
+        tests = sorted({test for trainer in TRAINERS if trainer.environment == environment for test in trainer.tests})
+        failed |= {test for test in tests if test not in _passed(environment, tests, steps)}
+    return failed
+
+
+def _passed(environment: str, tests: list[str], steps: int) -> set[str]:
+    """Return those of the tests of which every case passed."""
+    python = sys.executable if environment == ".venv" else ROOT / environment / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-n", "0", "--trainer-steps", str(steps), f"--junitxml={results}"]
+        command = [python, "-m", "pytest", "--trainer-steps", str(steps), f"--junitxml={results}"]
         subprocess.run([*command, *(f"{TESTS}/{test}" for test in tests)], cwd=ROOT, check=False)
         passed: dict[str, bool] = {}
         for case in ElementTree.parse(results).iter("testcase"):
             name = f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name', '').partition('[')[0]}"
             passed[name] = passed.get(name, True) and not len(case)
-    return {test for test in tests if not passed.get(test, False)}
+    return {test for test, all_passed in passed.items() if all_passed}
 
 
 def written(page: str, words: str) -> str:

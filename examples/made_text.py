@@ -1,11 +1,17 @@
 """Made text: a tiny model, a tokenizer and datasets that need no network, for the examples of trainers.
 
 Sentences count in words, so that a model can learn them, and a few are long while most are short.
+
+    python examples/made_text.py build/made
+
+writes the model with its tokenizer and files of conversations, for trainers that read them from disk.
 """
 
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 from datasets import Dataset
 from tokenizers import Tokenizer
@@ -78,3 +84,15 @@ def prompts(count: int, seed: int = 0) -> Dataset:
     """Prompts alone."""
     draw = random.Random(seed)
     return Dataset.from_dict({"prompt": [sentence(draw) for _ in range(count)]})
+
+
+def write(folder: Path) -> None:
+    """The model with its tokenizer, and conversations to train on and to evaluate."""
+    model().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    chats(900).to_json(folder / "train.jsonl")
+    chats(60, seed=1).to_json(folder / "held_out.jsonl")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

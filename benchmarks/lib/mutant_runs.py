@@ -33,7 +33,7 @@ from lib.mutant_areas import Area
 from lib.mutations import Mutant, mutants
 
 Result = TypeVar("Result")
-LEFT_BEHIND = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".hypothesis", "build", "out", "site")
+LEFT_BEHIND = (".git", ".venv", ".venv-axolotl", ".mypy_cache", ".ruff_cache", ".hypothesis", "build", "out", "site")
 """Folders that are not copied. ``__pycache__`` with the compiled loops is copied:
 they belong to sources that no mutant changes.
 """

@@ -22,10 +22,12 @@ EXAMPLES = "test_trainer_examples.py::test_a_trainer_logs_what_one_process_does"
 TRAINER = "test_huggingface_trainer.py::test_the_trainer_trains_as_without_flexcp"
 REFUSALS = "test_huggingface_trainer.py::test_what_would_make_another_loss_is_refused"
 TITAN = "test_torchtitan.py::test_torchtitans_trainer_trains_the_same_model"
+TITAN_WINDOWS = "test_torchtitan.py::test_gpt_oss_has_its_windows_and_sinks"
 TITAN_REFUSALS = "test_torchtitan.py::test_what_torchtitan_would_do_otherwise_is_refused"
 RESUMES = "test_trainer_resumes.py::test_a_run_goes_on_in_the_middle_of_an_epoch"
 LEAKS = "test_leaks.py::test_a_changed_document_changes_its_own_positions_alone"
 MEGATRON = "test_megatron.py::test_five_steps_equal_stock_megatron"
+AXOLOTL = "test_axolotl.py::test_the_plugin_logs_what_one_process_does"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Trainer:
     works: Mapping[str, str]
     refuses: Mapping[str, str]
     else_refused: str
+    environment: str = ".venv"
+    """The virtual environment with the package, in which its tests run."""
+    version: str = ""
+    """Of the package, where it is installed in another environment than this one."""
 
     @property
     def tests(self) -> set[str]:
@@ -79,12 +85,22 @@ TRAINERS = (
         {},
         "",
     ),
+    Trainer(
+        "axolotl",
+        "axolotl",
+        "axolotl_sft",
+        {"packing": AXOLOTL, "evaluation": AXOLOTL},
+        {},
+        "",
+        environment=".venv-axolotl",
+        version="0.19.0",
+    ),
     Trainer("an RL loop of your own", "torch", "rl_loop", {"packing": EXAMPLES}, {}, "a rank without any rollout"),
     Trainer(
         "torchtitan",
         "torchtitan",
         "[its section](frameworks.md#torchtitan)",
-        dict.fromkeys(("packing", "windows", "FSDP2", "recompute", "resume"), TITAN),
+        {**dict.fromkeys(("packing", "FSDP2", "recompute", "resume"), TITAN), "windows": TITAN_WINDOWS},
         dict.fromkeys(("PP", "evaluation"), TITAN_REFUSALS),
         "`context_parallel_degree` above 1",
     ),
@@ -122,13 +138,27 @@ TRAINERS = (
 )
 
 
+def example_file(name: str) -> Path | None:
+    """Return the example of this name, a script or a file of settings; None where there is none."""
+    folder = ROOT / "examples"
+    return next((path for path in (folder / f"{name}.py", folder / f"{name}.yaml") if path.exists()), None)
+
+
 def added_lines(example: str) -> list[str]:
     """Return the lines that a trainer's example has in addition to its version without flexcp,
-    without the module docstring.
+    without the module docstring or the comment at its head.
     """
-    before, after = ((ROOT / "examples" / f"{example}{twin}.py").read_text() for twin in ("_plain", ""))
-    old, new = (text[text.index("from __future__") :].splitlines() for text in (before, after))
+    old, new = (_program(f"{example}{twin}") for twin in ("_plain", ""))
     return [line for line in unified_diff(old, new, n=0) if line[0] == "+" and line[1:].strip() and line[:3] != "+++"]
+
+
+def _program(name: str) -> list[str]:
+    """Return the lines of an example after the words at its head."""
+    file = example_file(name)
+    assert file is not None, name
+    text = file.read_text()
+    lines = text[text.index("from __future__") :].splitlines() if file.suffix == ".py" else text.splitlines()
+    return [line for line in lines if file.suffix == ".py" or line[:1] != "#"]
 
 
 def table(failed: Collection[str] = ()) -> str:
@@ -139,10 +169,10 @@ def table(failed: Collection[str] = ()) -> str:
 
 
 def _row(trainer: Trainer, failed: Collection[str]) -> tuple[str, ...]:
-    twin = (ROOT / "examples" / f"{trainer.where}_plain.py").exists()
-    how = f"`examples/{trainer.where}.py`" if twin else trainer.where
-    lines = str(len(added_lines(trainer.where))) if twin else ""
-    tested = f"{trainer.package} {version(trainer.package).partition('+')[0]}"
+    example = example_file(trainer.where)
+    how = f"`examples/{example.name}`" if example else trainer.where
+    lines = str(len(added_lines(trainer.where))) if example else ""
+    tested = f"{trainer.package} {trainer.version or version(trainer.package).partition('+')[0]}"
     cells = (_cell(trainer, column, failed) for column in COLUMNS)
     return (trainer.name, tested, how, lines, *cells, trainer.else_refused)
 

@@ -5,7 +5,9 @@ and that named distributions are what they are documented to be.
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -279,7 +281,7 @@ def test_jsonl_lengths(tmp_path: Path) -> None:
     assert jsonl_lengths(file) == parse_lengths(f"@{file}") == [7, 3, 1, 12, 2]
     file.write_text('{"n": 4, "length": 9}\n{"n": [1, 2], "length": 9}\n')
     assert jsonl_lengths(str(file), "n") == [4, 2]
-    file.write_text('\ufeff{"input_ids": [1, 2], "length": 11}\n')
+    file.write_text('\ufeff{"input_ids": [1, 2], "length": 2}\n')
     lines = file.rename(tmp_path / "data.ndjson")
     found = jsonl_lengths(lines), parse_lengths(str(lines)), document_lengths(str(lines), None, None)
     assert found == ([2], [2], [2]), "one length a document for all commands, behind a byte order mark too"
@@ -330,3 +332,28 @@ def test_lengths_of_a_hugging_face_dataset() -> None:
         dataset_lengths(dataset, "text")
     with pytest.raises(ValueError, match="say which column"):
         dataset_lengths(dataset.remove_columns("input_ids"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0]},
+            "line 2 is padded: its attention_mask is 0 at token 3, and pads would count as tokens",
+        ),
+        ({"length": 1036, "input_ids": [1, 2, 3]}, "line 2 has a list of 3 token ids, but its length is 1,036"),
+    ],
+)
+def test_lines_that_say_another_count_than_their_ids_are_refused(
+    tmp_path: Path, line: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "d.jsonl"
+    whole = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "length": 3}
+    file.write_text("\n".join(map(json.dumps, [whole, line])))
+    for read in (lambda: parse_lengths(f"@{file}"), lambda: document_lengths(str(file), None, None)):
+        with pytest.raises(ValueError, match=words):
+            read()
+    file.write_text(json.dumps(whole))
+    assert parse_lengths(f"@{file}") == document_lengths(str(file), None, None) == [3]
+    file.write_text(json.dumps({"length": 1036, "input_ids": [1, 2, 3]}))
+    assert jsonl_lengths(file, "input_ids") == document_lengths(str(file), None, "input_ids") == [3]

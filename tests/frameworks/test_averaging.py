@@ -125,6 +125,17 @@ def test_a_sum_over_replicas_is_warned_of_once(four: RankPool, how: str) -> None
             torch.testing.assert_close(found["gradients"][name], replicas * gradient, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize(("how", "said"), [("flat", 4), ("HSDP", 4), ("own loss", 4), ("alone", 2)])
+def test_a_wrong_number_of_replicas_is_warned_of_once(four: RankPool, how: str, said: int) -> None:
+    ranks, replicas = (1, 4) if how == "alone" else (2, 2)
+    for found in four.run(run_replicas, how, said):
+        [words] = found["warnings"]
+        assert f"summed over 4 ranks, of which {ranks} share this batch, so that there are {replicas} replicas" in words
+        assert f"the gradient is {replicas / said:g} times the mean of theirs" in words
+        for name, gradient in mean_of_replicas(replicas).items():
+            torch.testing.assert_close(found["gradients"][name], replicas / said * gradient, atol=1e-12, rtol=1e-10)
+
+
 def test_replicas_divide_the_ranks(four: RankPool) -> None:
     with pytest.raises(RankError, match=r"replicas=3 does not divide the 4 ranks that the model is sharded over"):
         four.run(run_replicas, "flat", 3)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import Case, evaluated_shares, one_process, trained, with_accelerate
+from trainer_runs import Case, evaluated, evaluated_shares, one_process, trained, with_accelerate
 
 from flexcp.frameworks.collated import read_batch
 from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
@@ -93,6 +93,28 @@ def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
     of which the last batch may have fewer on one of them.
     """
     assert two.run(evaluated_shares) == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "collator", "count"),
+    [
+        ("plain", "padded", 11),
+        ("plain", "flat", 11),
+        ("plain", "flat", 8),
+        ("metrics", "padded", 11),
+        ("smoothing", "padded", 11),
+        ("sft", "padded", 11),
+        ("sft", "padded", 8),
+        ("sft", "flat", 11),
+    ],
+)
+def test_an_evaluation_that_ranks_do_not_divide_is_that_of_one_process(
+    two: RankPool, tmp_path: Path, kind: str, collator: str, count: int
+) -> None:
+    """Accelerate repeats samples in the last batch: of 11 in batches of 6 one, of 8 all that the second rank has."""
+    right = evaluated(None, str(tmp_path), kind, "padded", count, 6)
+    for ours in two.run(evaluated, str(tmp_path), kind, collator, count, 6):
+        assert ours == pytest.approx(right, rel=1e-5)
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:

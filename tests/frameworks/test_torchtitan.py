@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torchtitan_runs import SAVED, STEPS, Case, trained
 
 from flexcp.measure.ranks import RankPool
@@ -47,6 +48,17 @@ def test_torchtitans_trainer_trains_the_same_model(two: RankPool, tmp_path: Path
         if saved.name != f"step-{SAVED}":
             shutil.rmtree(saved)
     assert_same(two.run(trained, str(tmp_path / "ours"), case)[0], theirs, first=SAVED)
+
+
+def test_gpt_oss_has_its_windows_and_sinks(two: RankPool, tmp_path: Path) -> None:
+    theirs = two.run(trained, str(tmp_path / "theirs"), Case(ours=False, model="gpt_oss", steps=3))[0]
+    assert len({entry[SAME[0]] for entry in theirs["logged"]}) == 3
+    assert theirs["sinks moved"] == [True, True]
+    for rank in two.run(trained, str(tmp_path / "ours"), Case(ours=True, model="gpt_oss", steps=3)):
+        assert_same(rank, theirs)
+        assert rank["calls"] == rank["layers"] == 2
+        for mine, right in zip(rank["sinks"], theirs["sinks"], strict=True):
+            torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
 
 
 def test_a_window_that_flexcp_does_not_see_is_refused() -> None:

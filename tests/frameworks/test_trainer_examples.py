@@ -40,7 +40,7 @@ def test_a_trainer_logs_what_one_process_does(two: RankPool, name: str, request:
     assert name in ("trl_grpo", "rl_loop") or "eval_loss" in plain[-1]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", [*TRAINERS, "axolotl_sft"])
 def test_few_lines_of_a_script_change(name: str) -> None:
     added = added_lines(name)
     assert any("flexcp" in line for line in added)

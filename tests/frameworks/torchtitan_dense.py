@@ -28,6 +28,7 @@ class Dense(VarlenAttention):
         *,
         attention_masks: Any,
         scale: Any = None,
+        out_transform: Any = None,
         **others: Any,
     ) -> Tensor:
         rows, length = q.shape[:2]
@@ -41,7 +42,11 @@ class Dense(VarlenAttention):
         logits = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
             ~seen, -torch.inf
         )
-        return (torch.softmax(logits, -1) @ v).transpose(0, 1).unflatten(0, (rows, length))
+        out = (torch.softmax(logits, -1) @ v).transpose(0, 1).unflatten(0, (rows, length))
+        if out_transform is None:
+            return out
+        transformed: Tensor = out_transform(out, torch.logsumexp(logits, -1).T.unflatten(0, (rows, length)))
+        return transformed
 
 
 @override(target=VarlenAttention.Config, exact=True, description="dense")

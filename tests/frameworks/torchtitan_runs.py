@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 LENGTH = 64
-STEPS = 3
+STEPS = 12
 SAVED = 2
-"""Steps after which a run with checkpoints saves."""
+"""Steps after which a run with checkpoints saves: ten are left."""
 WINDOW = 12
 
 
@@ -26,7 +26,10 @@ class Case:
     """How torchtitan's trainer trains: by its attention or ours."""
 
     ours: bool
+    model: str = "llama3"
+    """Or "gpt_oss": layers with and without a window, a sink in each head, and experts."""
     recompute: str = "none"
+    steps: int = STEPS
     checkpoints: bool = False
     """Whether it saves, and goes on where a run in the same folder stopped."""
 
@@ -81,12 +84,31 @@ def model_with_a_window() -> Any:
     return found
 
 
+def small_gpt_oss() -> Any:
+    """Two layers of gpt-oss' debug model with narrow experts,
+    and in the first, which has one, a window that is shorter than documents.
+    """
+    import dataclasses
+
+    from torchtitan.models import gpt_oss
+
+    found = gpt_oss.model_registry("debugmodel", attn_backend="varlen")
+    first, second = found.model.layers = found.model.layers[:2]
+    assert (first.attention.sliding_window_size, second.attention.sliding_window_size) == (128, None)
+    first.attention.sliding_window_size = WINDOW
+    first.attention.inner_attention = dataclasses.replace(first.attention.inner_attention, window_size=(WINDOW - 1, 0))
+    for layer in (first, second):
+        layer.moe.routed_experts.inner_experts.hidden_dim = 64
+    return found
+
+
 def _trained(folder: str, case: Case) -> dict[str, Any]:
     import dataclasses
 
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.tools import utils
 
@@ -128,15 +150,19 @@ def _trained(folder: str, case: Case) -> dict[str, Any]:
         def get_vocab_size(self) -> int:
             return 2048
 
-    config = llama3_debugmodel()
-    config.model_spec = model_with_a_window()
+    if case.model == "gpt_oss":
+        config = gpt_oss_debugmodel()
+        config.model_spec = small_gpt_oss()
+    else:
+        config = llama3_debugmodel()
+        config.model_spec = model_with_a_window()
     config.dataloader, config.tokenizer = Loader.Config(), Tokens.Config()
     config.dump_folder = folder
     config.training = dataclasses.replace(
         config.training,
         local_batch_size=2,
         seq_len=LENGTH,
-        steps=STEPS,
+        steps=case.steps,
         mixed_precision_param="float32",
         disable_cuda_graphs=True,
     )
@@ -158,7 +184,19 @@ def _trained(folder: str, case: Case) -> dict[str, Any]:
     sum_gradients(trainer.model_parts[0])  # torchtitan sums them too, by an operation that gloo lacks
     logged: list[dict[str, Any]] = []
     trainer.metrics_processor.logger.log = lambda entry, step: logged.append(entry | {"step": step})
-    with patch("torchtitan.distributed.utils.set_pg_timeouts"):  # its barrier names a device, which gloo refuses
+    layers = list(trainer.model_parts[0].layers.values())
+    sinks = [layer.attention.sinks for layer in layers if hasattr(layer.attention, "sinks")]
+    before = [sink.full_tensor().clone() for sink in sinks]
+    with (
+        patch("torchtitan.distributed.utils.set_pg_timeouts"),  # its barrier names a device, which gloo refuses
+        patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor),  # which experts compute in, whatever the model's
+    ):
         trainer.train()
-    calls = trainer._step.calls if case.ours else 0
-    return {"logged": logged, "calls": calls, "layers": len(trainer.model_parts[0].layers), "device": utils.device_type}
+    return {
+        "logged": logged,
+        "calls": trainer._step.calls if case.ours else 0,
+        "layers": len(layers),
+        "device": utils.device_type,
+        "sinks": [sink.full_tensor().detach() for sink in sinks],
+        "sinks moved": [bool((a != b.full_tensor()).all()) for a, b in zip(before, sinks, strict=True)],
+    }

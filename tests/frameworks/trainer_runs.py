@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from example_runs import EXAMPLES
 from loss_warning import refusing_the_loss_warning
 from torch import Tensor
 
@@ -104,6 +107,54 @@ def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]
     }
 
 
+def evaluated(group: dist.ProcessGroup | None, folder: str, kind: str, collator: str, count: int, batch: int) -> float:
+    """The evaluation loss of ``count`` documents in batches of ``batch`` over all ranks.
+
+    With ``group`` None it is that of the trainer alone on one process. ``kind``: "plain", "smoothing", "metrics" (the
+    logits are needed too) or "sft" (TRL's).
+    """
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+
+    from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
+
+    ranks = 1 if group is None else dist.get_world_size()
+    if group is not None:
+        os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(ranks), LOCAL_RANK=str(dist.get_rank()))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    reset_accelerate()
+    model = make_model(Run("llama", dtype="float32"), "eager")
+    data: Any = [{"input_ids": d.tolist(), "labels": d.tolist()} for d in documents()[1 : count + 1]]
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_eval_batch_size": batch // ranks,
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+        "prediction_loss_only": kind != "metrics",
+        "label_smoothing_factor": 0.1 if kind == "smoothing" else 0.0,
+    }
+    given: dict[str, Any] = {"data_collator": DataCollatorWithFlattening() if collator == "flat" else Padding()}
+    base: Any = Trainer
+    if kind == "sft":
+        from datasets import Dataset
+
+        with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+            import made_text
+        base, given["processing_class"] = SFTTrainer, made_text.tokenizer()
+        data = Dataset.from_list(data)
+        arguments = SFTConfig(folder, dataset_kwargs={"skip_prepare_dataset": True}, **settings)
+    else:
+        arguments = TrainingArguments(folder, **settings)
+    if group is not None:
+        base = type("Ours", (FlexcpTrainer, base), {})
+        given["cluster"] = flexcp.cluster("cpu", 1, ranks)
+    trainer = base(model, arguments, train_dataset=data, eval_dataset=data, **given)
+    return float(trainer.evaluate()["eval_loss"])
+
+
 def whole_weights(model: Any) -> dict[str, Tensor]:
     """The model's weights, gathered where FSDP2 keeps shards."""
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
@@ -154,8 +205,9 @@ class Padding:
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         from torch.nn.utils.rnn import pad_sequence
 
-        ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
-        keep = pad_sequence([torch.ones_like(row["input_ids"]) for row in rows], batch_first=True)
+        each = [torch.as_tensor(row["input_ids"]) for row in rows]
+        ids = pad_sequence(each, batch_first=True)
+        keep = pad_sequence([torch.ones_like(row) for row in each], batch_first=True)
         found = {"input_ids": ids, "attention_mask": keep}
         return found | {"labels": torch.where(keep == 1, ids, -100)} if self.labels else found
 

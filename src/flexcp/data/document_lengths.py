@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flexcp.data.lengths import JSONL, parse_lengths, tokens_in
+from flexcp.data.lengths import JSONL, parse_lengths, refuse_other_counts, tokens_in
 from flexcp.io.json_files import json_line
 from flexcp.io.plain_values import shown, shown_names
 
@@ -66,6 +66,7 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
                 "name one with --field"
             )
         value = record[name]
+        refuse_other_counts(record, value, field is not None, where)
     if isinstance(value, str):
         if count is None:
             raise ValueError(f"{where} is a text; name a tokenizer with --tokenizer to count its tokens")

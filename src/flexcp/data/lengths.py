@@ -21,7 +21,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
@@ -36,8 +36,9 @@ FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SE
 LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 """The factor for which the letter after a count of tokens stands: 4k is 4,096 tokens."""
 JSONL = (".jsonl", ".ndjson")
+PADDING_MASK = "attention_mask"
 JSONL_FIELDS = ("input_ids", "tokens", "length")
-"""The fields in which a document is searched, in this order: token ids first, as a number may count characters."""
+"""The fields in which a document is searched, in this order; a length beside token ids has to be their number."""
 ADVISE_ALONE = "texts (--tokenizer), other fields (--field), trees and hf: data sets are read by flexcp advise alone"
 SLACK = 8
 """One in this many of the tokens that ranks may keep stays free in a batch (see :func:`batch_tokens`)."""
@@ -350,6 +351,28 @@ def tokens_in(document: list[Any], where: str) -> int:
     return len(document)
 
 
+def refuse_other_counts(record: Mapping[str, Any], value: Any, chosen: bool, where: str) -> None:
+    """Raise ValueError if fields beside a record's token ids say that it has another number of tokens.
+
+    ``value`` is the document that was found in the record; only a list of token ids is checked. An ``attention_mask``
+    with a 0 says that some ids are pads. ``length`` has to be the number of ids, unless the user named the field of the
+    ids (``chosen``). ``where`` names the record in errors.
+    """
+    if not isinstance(value, list):
+        return
+    mask, length = record.get(PADDING_MASK), record.get("length")
+    if isinstance(mask, list) and 0 in mask:
+        raise ValueError(
+            f"{where} is padded: its {PADDING_MASK} is 0 at token {mask.index(0)}, and pads would count as tokens; "
+            f"tokenize without padding, and leave {PADDING_MASK} out"
+        )
+    if not chosen and type(length) is int and length != len(value):
+        raise ValueError(
+            f"{where} has a list of {len(value):,} token ids, but its length is {length:,}: correct one of the two, or "
+            "leave it out"
+        )
+
+
 def _json_length(line: str, field: str | None, where: str) -> int:
     """Return the document length in one line of a JSON lines file; ``where`` names the line in errors.
 
@@ -366,6 +389,7 @@ def _json_length(line: str, field: str | None, where: str) -> int:
                 f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {shown_names(value)}: "
                 f"give lengths or lists of token ids; {ADVISE_ALONE}"
             )
+        refuse_other_counts(value, value[name], field is not None, where)
         value = value[name]
     if isinstance(value, list):
         return tokens_in(value, where)

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from flexcp import masks as mask_algebra
+from flexcp.data.lengths import PADDING_MASK
 from flexcp.executor.arguments import check_whole_numbers, refuse_unsigned, single
 from flexcp.executor.local_rows import refuse_shifted
 from flexcp.masks import Mask, Tree, from_slices, modality
 
 TOKENS, LABELS = "tokens", "labels"
 NAMES_OF_TOKENS = ("tokens", "input_ids")
-PADDING_MASK = "attention_mask"
 TREE_FIELD = "flexcp tree"
 """The field of a grouped sample (see ``grouped_samples.py``) that holds the mask of its tree."""
 REPEATED_FIELD = "flexcp repeated tokens"

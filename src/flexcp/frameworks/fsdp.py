@@ -36,8 +36,9 @@ def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
     ``replicas`` is how many groups of ranks train on batches of their own, among the ranks that the model is sharded
     over. Gradients are divided by it: they are summed over the ranks of a batch, and averaged over replicas. Give 1 if
     your loss is divided by the replicas, or by the labels of all of them. By default there is one replica, and a
-    backward that is summed over more ranks than those of its step gives a warning. Raise ValueError if nothing in
-    ``model`` is sharded, or if ``replicas`` does not divide the ranks.
+    backward that is summed over more ranks than those of its step gives a warning; so does a number of replicas that is
+    neither 1 nor that of the step's. Raise ValueError if nothing in ``model`` is sharded, or if ``replicas`` does not
+    divide the ranks.
 
     Call it once, after the last ``fully_shard`` and before the first forward. Losses take it into account; a loss that
     was made before with ``gradients="averaged"`` raises ValueError in its backward. Compute the loss with ``step.loss``

@@ -38,6 +38,7 @@ from flexcp.executor.step import Step
 from flexcp.frameworks import huggingface, not_used
 from flexcp.frameworks.collated import BORDERS, read_batch, refuse_unknown
 from flexcp.frameworks.huggingface import keywords_of, masks
+from flexcp.frameworks.repeated_samples import without_repeats
 from flexcp.frameworks.shared_batch import IGNORE, share
 from flexcp.frameworks.shared_forward import LastPlan, share_forward
 from flexcp.frameworks.trainer_logs import SharedBatches
@@ -152,15 +153,18 @@ class FlexcpTrainer(Trainer):
                 "so the Trainer would average shares of one loss"
             )
 
+    def _owner_of_the_loss(self) -> type:
+        """Return the class behind FlexcpTrainer whose ``compute_loss`` is used: the Trainer, or one built on it."""
+        after = type(self).__mro__[type(self).__mro__.index(FlexcpTrainer) + 1 :]
+        return next(kind for kind in after if "compute_loss" in vars(kind))
+
     def _model_takes_the_loss(self) -> bool:
         """Return whether the model computes the loss from its labels, and logits are not needed row by row.
 
         Otherwise another trainer, label smoothing or the user's function computes it.
         """
-        after = type(self).__mro__[type(self).__mro__.index(FlexcpTrainer) + 1 :]
-        theirs = next(kind for kind in after if "compute_loss" in vars(kind))
         return (
-            theirs is Trainer
+            self._owner_of_the_loss() is Trainer
             and self.label_smoother is None
             and self.compute_loss_func is None
             and not self._rows_wanted
@@ -192,7 +196,7 @@ class FlexcpTrainer(Trainer):
     ) -> Any:
         """Return the trainer's loss, from a prepared batch or a shared forward.
 
-        If the model itself computes it, an evaluated loss is that of the whole batch on every rank. Raise RuntimeError
+        If it is computed from labels, an evaluated loss is that of the whole batch on every rank. Raise RuntimeError
         if the model did not use the step.
         """
         if not self._model_takes_the_loss():
@@ -201,9 +205,14 @@ class FlexcpTrainer(Trainer):
                 # An evaluated loss is that of the whole batch; otherwise ranks would average means over different
                 # numbers of labels.
                 num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-            return super().compute_loss(
+            found = super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords
             )
+            if torch.is_grad_enabled() or num_items_in_batch is None:
+                return found
+            # Each rank has a share of one mean, and Accelerate drops values of some ranks from the last batch.
+            loss = self.accelerator.reduce((found[0] if return_outputs else found).detach(), "mean")
+            return (loss, *found[1:]) if return_outputs else loss
         inputs = inputs if "step" in inputs else self._prepared(inputs)
         step, valid = inputs["step"], inputs["num_items_in_batch"]
         before = step.calls
@@ -229,7 +238,13 @@ class FlexcpTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Run the trainer's prediction step; logits, if needed, are those of this rank's own rows of the batch."""
+        """Run the trainer's prediction step; logits, if needed, are those of this rank's own rows of the batch.
+
+        If the loss is a mean over tokens, samples that Accelerate repeats in the last batch do not count.
+        """
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and self._owner_of_the_loss().__name__ in ("Trainer", "SFTTrainer"):
+            inputs = without_repeats(inputs, state.active_dataloader)
         with self._with_rows(not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 

@@ -13,7 +13,8 @@ anything, so it is not judged; torch's own hooks average.
 Gradients are summed or averaged over all ranks that FSDP2 shards a model over. If these are more than the ranks of a
 step, several groups of ranks (replicas) have batches of their own, and a sum over all ranks is the sum over replicas.
 It may be meant (the loss may be divided by the replicas), so there is a warning until
-``sum_gradients(model, replicas=...)`` says what is.
+``sum_gradients(model, replicas=...)`` says what is. A number of replicas that the ranks of the step do not have is
+warned of as well.
 
 FSDP2 reduces gradients by its settings at the time of the backward, and ``sum_gradients`` may be called after the loss
 was computed. So the backward checks the modules that attention ran in again.
@@ -147,20 +148,41 @@ def _trained(param_group: Any) -> bool:
     return not parameters or any(x is None or x.requires_grad for x in parameters)
 
 
-def summed_ranks(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> int:
-    """Return over how many ranks FSDP2 modules sum gradients, if these are more than the ranks of ``group``; else 0.
+def wrong_replicas(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> str | None:
+    """Return a warning if FSDP2 modules sum gradients over other ranks than those of ``group``, without their mean.
 
-    Modules count only if their ranks include all of the group, and if nobody told ``sum_gradients`` the number of
-    replicas. Without a group, the step is this rank's alone.
+    That is the case if ``sum_gradients`` was not told of replicas and there are some, or if it was told a number that
+    is neither 1 nor that of the replicas. Modules count only if their ranks include all of the group. Return None if
+    nothing is wrong. Without a group, the step is this rank's alone.
     """
     shared = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group))
-    meshes: dict[int, Any] = {}
-    for found in (g for module in modules for g in getattr(module(), "_fsdp_param_groups", ())):
-        factor = found.gradient_divide_factor
-        if factor == 1 and not isinstance(factor, Replicas):
-            meshes[id(found.mesh_info.mesh)] = found.mesh_info.mesh
-    ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
-    return max((len(each) for each in ranks if shared < each), default=0)
+    found: dict[tuple[int, bool], tuple[Any, float | None]] = {}  # modules usually have the same mesh and divisor
+    for each in (g for module in modules for g in getattr(module(), "_fsdp_param_groups", ())):
+        mesh, divisor = each.mesh_info.mesh, each.gradient_divide_factor
+        found[id(mesh), isinstance(divisor, Replicas)] = mesh, divisor
+    for mesh, divisor in found.values():
+        ranks = set(mesh.mesh.flatten().tolist())
+        if not shared <= ranks:
+            continue
+        if isinstance(divisor, Replicas) and divisor not in (1, len(ranks) / len(shared)):
+            return untrue_replicas(divisor, len(ranks), len(shared))
+        if divisor == 1 and not isinstance(divisor, Replicas) and shared < ranks:
+            return unsaid_replicas(len(ranks), len(shared))
+    return None
+
+
+def untrue_replicas(said: float, summed: int, ranks: int) -> str:
+    """Return the warning for ``sum_gradients(model, replicas=said)`` if there are other numbers of replicas.
+
+    Gradients are summed over ``summed`` ranks, of which ``ranks`` share a batch.
+    """
+    replicas = f"{summed / ranks:g}"
+    return (
+        f"fsdp.sum_gradients(model, replicas={said:g}) divides gradients by {said:g}, but they are summed over "
+        f"{summed} ranks, of which {ranks} share this batch, so that there are {replicas} replicas: the gradient is "
+        f"{summed / ranks / said:g} times the mean of theirs. Call fsdp.sum_gradients(model, replicas={replicas}), or "
+        "replicas=1 if your loss is divided by the replicas, or by the labels of all of them"
+    )
 
 
 def unsaid_replicas(summed: int, ranks: int) -> str:

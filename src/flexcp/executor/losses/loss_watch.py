@@ -23,11 +23,10 @@ from flexcp.executor.losses.averaging import (
     reduction_of,
     running_average,
     running_fsdp_modules,
-    summed_ranks,
     uneven,
     unsaid_loss,
-    unsaid_replicas,
     wrong_factor,
+    wrong_replicas,
 )
 from flexcp.executor.step_handles import live_steps
 from flexcp.plan.placement import Placement
@@ -114,13 +113,15 @@ class LossWatch:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def _warn_of_replicas(self) -> None:
-        """Warn once if FSDP2 sums gradients over more ranks than those of this step, and nobody said that it should."""
+        """Warn once if FSDP2 sums gradients over more ranks than those of this step, and ``sum_gradients`` was not told
+        how many replicas these are, or was told a wrong number.
+        """
         if self.replicas_said or not self._fsdp_modules:
             return
         self.replicas_said = True
-        summed = summed_ranks(self._fsdp_modules, self._group)
-        if summed:
-            warnings.warn(unsaid_replicas(summed, self._placement.ranks), stacklevel=3)
+        wrong = wrong_replicas(self._fsdp_modules, self._group)
+        if wrong is not None:
+            warnings.warn(wrong, stacklevel=3)
 
     def _refuse(self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False) -> None:
         """Raise ValueError if a module reduces gradients otherwise than a loss was made for.
