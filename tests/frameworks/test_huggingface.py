@@ -528,6 +528,32 @@ def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
         huggingface.turn_on(model)
 
 
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm"])
+def test_a_model_whose_positions_begin_behind_padding_is_refused(family: str) -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, intermediate_size=8, is_decoder=True, pad_token_id=1)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotImplementedError, match=r"ForCausalLM numbers the tokens of a document from 2"):
+        huggingface.turn_on(model)
+    assert model.config._attn_implementation != "flexcp"
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("opt", {"ffn_dim": 8, "word_embed_proj_dim": 8, "dropout": 0.0}), ("gpt2", {"attn_pdrop": 0, "resid_pdrop": 0})],
+)
+def test_learned_positions_are_those_of_the_model_itself(family: str, more: dict[str, Any]) -> None:
+    """OPT adds its offset inside its table, which has no row for padding."""
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more), dtype=torch.float64)
+    model.eval()
+    alone = torch.cat([model(d[None], use_cache=False).logits[0] for d in TOKENS.split(LENGTHS)])
+    huggingface.turn_on(model)
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
+    found = model(**huggingface.inputs(TOKENS, flexcp.bind(planner(LENGTHS)))).logits[0]
+    torch.testing.assert_close(found, alone, atol=1e-9, rtol=1e-9)
+
+
 def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:
     huggingface.register()
     huggingface.register()
