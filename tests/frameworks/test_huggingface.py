@@ -466,7 +466,7 @@ def call(**change: Any) -> Any:
     ("change", "words"),
     [
         ({"dropout": 0.25}, r"dropout.*0\.25.*attention_dropout=0"),
-        ({"attention_mask": torch.zeros(1, 1, 33, 33)}, r"mask tensor of shape \(1, 1, 33, 33\)"),
+        ({"attention_mask": torch.zeros(1, 1, 33, 33)}, r"Layer got a mask tensor of shape \(1, 1, 33, 33\)"),
         ({"is_causal": False}, r"Layer is bidirectional"),
         ({"key": torch.zeros(1, 2, 40, 8)}, r"33 queries against 40 keys.*KV cache"),
         ({"position_bias": torch.zeros(1)}, r"Layer passes position_bias"),
@@ -479,6 +479,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(change: dict[str, Any], word
     with pytest.raises(NotImplementedError, match=words):
         call(**change)
     call(output_attentions=False, use_cache=True, num_items_in_batch=3, head_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("gpt2", {"attn_pdrop": 0.25, "resid_pdrop": 0.25}, r"got 0\.25\); set attn_pdrop=0 in the config"),
+        ("llama", {"attention_dropout": 0.25}, r"got 0\.25\); set attention_dropout=0 in the config"),
+        ("bert", {"attention_probs_dropout_prob": 0.5, "is_decoder": True}, r"set attention_probs_dropout_prob=0 in"),
+        ("doge", {"num_key_value_heads": 2}, r"DogeAttention got a mask .*if you passed none, the model itself makes"),
+    ],
+)
+def test_a_refusal_names_what_this_model_calls_it(family: str, more: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more))
+    huggingface.turn_on(model)
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
+    with pytest.raises(NotImplementedError, match=words):
+        model.train()(**huggingface.inputs(TOKENS, flexcp.bind(planner(LENGTHS))))
 
 
 @pytest.mark.parametrize(
