@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "text": (["plan", "--lengths", "hello"], ["'hello'", "web:131072:0"]),
     "length 0": (["plan", "--lengths", "5,0"], ["document 1", "length 0"]),
     "negative length": (["plan", "--lengths", "-5"], ["length -5"]),
-    "no documents": (["plan", "--lengths", "0x5"], ["non-empty"]),
+    "no documents": (["plan", "--lengths", "0x5"], ["'0x5'", "at least 1"]),
     "unknown distribution": (["plan", "--lengths", "wiki:100:0"], ["'wiki'", "did you mean 'wikipedia'?"]),
     "unknown strategy": ([*ASK, "--strategy", "blcks"], ["'blcks'", "did you mean 'blocks'?"]),
     "unknown mask": ([*ASK, "--mask", "casual"], ["'casual'", "did you mean 'causal'?"]),

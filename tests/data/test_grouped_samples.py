@@ -286,6 +286,21 @@ def test_what_is_wrong_is_told(options: dict[str, Any], words: str) -> None:
         )
 
 
+def test_samples_without_their_labels_are_refused_with_the_way_out() -> None:
+    rows = [{"input_ids": [1, 2, 3], "p": 0, "labels": [1, 2, 3]}, {"input_ids": [1, 2, 4], "p": 0}]
+    loader = Loader(
+        rows,
+        planner(1, "blocks"),
+        budget=9,
+        group="alone",
+        samples=Samples(tree_by="p", labels="labels"),
+        planning=Planning(workers=0),
+    )
+    words = r"without the field 'labels' .* it has \['input_ids', 'p'\]: give every sample labels, or leave labels= out"
+    with pytest.raises(ValueError, match=words):
+        next(iter(loader))
+
+
 def test_labels_that_differ_on_shared_tokens_are_refused() -> None:
     rows = [
         {"input_ids": [1, 2, 3], "p": 0, "labels": [1, 2, 3]},

@@ -216,6 +216,12 @@ def test_files_by_sign_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("web:100:-1", ["-1"]),
         ("wep:100:0", ["'wep'", "did you mean 'web'?"]),
         ("zzzz:100:0", ["'zzzz'", ", ".join(DISTRIBUTIONS)]),
+        ("0x5", ["'0x5'", "0 is not a number of documents", "at least 1"]),
+        ("-1x5", ["'-1x5'", "-1 is not a number of documents", "at least 1"]),
+        ("4096,0", ["'4096,0'", "0 is not a length", "at least 1"]),
+        ("4096,-8", ["-8 is not a length"]),
+        ("3x0", ["0 is not a length"]),
+        ("0,5,9", ["0 is not a length", "no running totals"]),
         ("web:0:0", ["at least 1 token", "got 0"]),
         ("web:-8:0", ["at least 1 token", "got -8"]),
         ("@/no/such/file", ["/no/such/file", "No such file"]),
@@ -246,6 +252,15 @@ def test_wrong_files_are_refused(tmp_path: Path, content: bytes, words: list[str
     with pytest.raises(ValueError) as caught:
         parse_lengths(f"@{path}")
     assert not [w for w in (str(path), *words) if w not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["0", "-3", "[]", '{"length": 0}', '{"input_ids": []}'])
+def test_json_lines_below_one_token_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(f"7\n{content}\n")
+    number = content if content == "-3" else "0"
+    with pytest.raises(ValueError, match=rf"line 2 has a document of {number} tokens; .* at least 1 token"):
+        parse_lengths(f"@{path}")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_length(tmp_path: Path) -> None:

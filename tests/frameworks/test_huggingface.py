@@ -466,7 +466,7 @@ def call(**change: Any) -> Any:
     ("change", "words"),
     [
         ({"dropout": 0.25}, r"dropout.*0\.25.*attention_dropout=0"),
-        ({"attention_mask": torch.zeros(1, 1, 33, 33)}, r"mask tensor of shape \(1, 1, 33, 33\)"),
+        ({"attention_mask": torch.zeros(1, 1, 33, 33)}, r"Layer got a mask tensor of shape \(1, 1, 33, 33\)"),
         ({"is_causal": False}, r"Layer is bidirectional"),
         ({"key": torch.zeros(1, 2, 40, 8)}, r"33 queries against 40 keys.*KV cache"),
         ({"position_bias": torch.zeros(1)}, r"Layer passes position_bias"),
@@ -479,6 +479,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(change: dict[str, Any], word
     with pytest.raises(NotImplementedError, match=words):
         call(**change)
     call(output_attentions=False, use_cache=True, num_items_in_batch=3, head_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("gpt2", {"attn_pdrop": 0.25, "resid_pdrop": 0.25}, r"got 0\.25\); set attn_pdrop=0 in the config"),
+        ("llama", {"attention_dropout": 0.25}, r"got 0\.25\); set attention_dropout=0 in the config"),
+        ("bert", {"attention_probs_dropout_prob": 0.5, "is_decoder": True}, r"set attention_probs_dropout_prob=0 in"),
+        ("doge", {"num_key_value_heads": 2}, r"DogeAttention got a mask .*if you passed none, the model itself makes"),
+    ],
+)
+def test_a_refusal_names_what_this_model_calls_it(family: str, more: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more))
+    huggingface.turn_on(model)
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
+    with pytest.raises(NotImplementedError, match=words):
+        model.train()(**huggingface.inputs(TOKENS, flexcp.bind(planner(LENGTHS))))
 
 
 @pytest.mark.parametrize(
@@ -526,6 +544,32 @@ def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=16, hidden_size=8, n_layer=1, n_head=2))
     with pytest.raises(NotImplementedError, match=r"Bloom.*AttentionInterface"):
         huggingface.turn_on(model)
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm"])
+def test_a_model_whose_positions_begin_behind_padding_is_refused(family: str) -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, intermediate_size=8, is_decoder=True, pad_token_id=1)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotImplementedError, match=r"ForCausalLM numbers the tokens of a document from 2"):
+        huggingface.turn_on(model)
+    assert model.config._attn_implementation != "flexcp"
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("opt", {"ffn_dim": 8, "word_embed_proj_dim": 8, "dropout": 0.0}), ("gpt2", {"attn_pdrop": 0, "resid_pdrop": 0})],
+)
+def test_learned_positions_are_those_of_the_model_itself(family: str, more: dict[str, Any]) -> None:
+    """OPT adds its offset inside its table, which has no row for padding."""
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more), dtype=torch.float64)
+    model.eval()
+    alone = torch.cat([model(d[None], use_cache=False).logits[0] for d in TOKENS.split(LENGTHS)])
+    huggingface.turn_on(model)
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
+    found = model(**huggingface.inputs(TOKENS, flexcp.bind(planner(LENGTHS)))).logits[0]
+    torch.testing.assert_close(found, alone, atol=1e-9, rtol=1e-9)
 
 
 def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:

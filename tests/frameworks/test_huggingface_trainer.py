@@ -4,6 +4,7 @@ have the same numbers.
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,14 @@ import pytest
 import torch
 from trainer_runs import Case, evaluated, evaluated_shares, one_process, trained, with_accelerate
 
+import flexcp
+from flexcp.frameworks import huggingface
 from flexcp.frameworks.collated import read_batch
 from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
+from flexcp.frameworks.shared_forward import share_forward
 from flexcp.measure.ranks import RankError, RankPool
+from lib.model_runs import Run, make_model
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +120,21 @@ def test_an_evaluation_that_ranks_do_not_divide_is_that_of_one_process(
     right = evaluated(None, str(tmp_path), kind, "padded", count, 6)
     for ours in two.run(evaluated, str(tmp_path), kind, collator, count, 6):
         assert ours == pytest.approx(right, rel=1e-5)
+
+
+def test_a_list_of_documents_keeps_its_columns(two: RankPool, theirs: dict[str, Any], tmp_path: Path) -> None:
+    """The Trainer removes, by default, what ``model.forward`` does not take; a wrapped forward takes the same."""
+    for ours in two.run(trained, str(tmp_path), Case(more={"remove_unused_columns": True})):
+        assert_same(ours, theirs)
+
+
+def test_a_shared_forward_has_the_models_signature() -> None:
+    model = make_model(Run("llama"), "eager")
+    names = [inspect.signature(method) for method in (model.forward, model.generate)]
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1))
+    for _ in range(2):
+        share_forward(model, planner)
+        assert [inspect.signature(method) for method in (model.forward, model.generate)] == names
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:

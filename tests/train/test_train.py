@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app, run
 from flexcp.measure.ranks import RankPool
 from flexcp.train.documents import Documents, shrunk_lengths
 from flexcp.train.loop import StepReport, TrainConfig, train
-from flexcp.train.model_setup import refuse_too_large
+from flexcp.train.model_setup import refuse_long_documents, refuse_too_large
 from flexcp.train.report import Table, line
 from lib.model_runs import make_config
 
@@ -119,6 +120,48 @@ def test_a_wrong_model_or_strategy_is_one_line_before_ranks_start(
     assert err.startswith("flexcp: ") and err.count("\n") == 1 and words in err, err
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt2", "a document of 300 tokens, but n_positions of the model is 128"),
+        ("opt", "a document of 300 tokens, but max_position_embeddings of the model is 128"),
+        ("llama", "ranks were started"),
+    ],
+)
+def test_documents_beyond_learned_positions_are_one_line_before_ranks_start(
+    family: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with RoPE has no table of positions, and trains on longer documents."""
+
+    def start(*_: object) -> None:
+        raise ValueError("ranks were started")
+
+    monkeypatch.setattr(RankPool, "__init__", start)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 64}
+    AutoConfig.for_model(family, **sizes, max_position_embeddings=128).save_pretrained(tmp_path)
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n20\n8\n300\n")
+    options = ["--model", str(tmp_path), "--data", f"@{lengths}", "--tokens", "428", "--steps", "1", "--ranks", "2"]
+    monkeypatch.setattr(sys, "argv", ["flexcp", "train", *options])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, ""), err
+    assert words in err.splitlines()[-1] and err.splitlines()[-1].startswith("flexcp: "), err
+    assert len(err.splitlines()) == 1 or family == "llama", "the table has no heading where no rank starts"
+
+
+def test_a_later_step_with_a_longer_document_is_found(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n28\n128\n")
+    documents = Documents(f"@{lengths}", 128, 64)
+    refuse_long_documents(documents, 1, ("n_positions", 100))
+    refuse_long_documents(documents, 2, ("n_positions", 128))
+    refuse_long_documents(documents, 2, None)
+    with pytest.raises(ValueError, match=r"step 1 has a document of 128 tokens, but n_positions of the model is 127"):
+        refuse_long_documents(documents, 2, ("n_positions", 127))
+
+
 def test_a_configuration_that_memory_cannot_hold_is_refused() -> None:
     """Weights, gradients and two moments of 1,000 parameters in float32 take 16,000 bytes on each of two ranks."""
     refuse_too_large("config.json", 1000, 4, 2, 32_000)
@@ -150,6 +193,9 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
         (["--heads", "4", "--hidden", "100"], r"4 x 32 = 128; got --hidden 100"),
         (["--head-dim", "7"], r"must be even"),
         (["--data", "nowhere.txt"], r"no text file 'nowhere.txt'"),
+        (["--data", "700,20"], r"700,20.*holds lengths.*@file.*text file.*distribution"),
+        (["--data", "64x2048"], r"64x2048.*holds lengths.*@file"),
+        (["--data", "web:4096:0"], r"--data web.*--tokens"),
         (["--data", "lontail"], r"did you mean 'longtail'"),
         (["--steps", "0"], r"at least 1 step"),
         (["--dtype", "int8"], r"got 'int8'"),

@@ -225,10 +225,15 @@ def _shared_labels(samples: list[Any], paths: list[Any], tokens: int, field: str
     """Return the label of each token of a tree of ``tokens`` tokens, from the field ``field`` of its samples.
 
     ``paths`` has, for each sample, the places of its tokens in the tree. Raise ValueError if a sample does not have a
-    label for each of its tokens, or if samples have different labels for a token that they share.
+    label for each of its tokens or no field ``field``, or if samples have different labels for a token that they share.
     """
     labels, known = np.zeros(tokens, np.int64), np.zeros(tokens, bool)
     for sample, path in zip(samples, paths, strict=True):
+        if field not in sample:
+            raise ValueError(
+                f"{where} has a sample without the field {field!r} that Samples(labels={field!r}) names; it has "
+                f"{sorted(map(str, sample))}: give every sample labels, or leave labels= out to train on next tokens"
+            )
         given = np.asarray(sample[field])
         if given.shape != path.shape:
             raise ValueError(f"{where}: field {field!r} has shape {list(given.shape)} for {len(path)} tokens")

@@ -195,7 +195,7 @@ def parse_lengths(text: str) -> list[int]:
     The forms are lengths separated by commas (``4k`` is 4,096), ``64x2048`` for 64 documents of 2,048 tokens, ``@file``
     (or the path of an existing file) for a file with one length a line or a ``.jsonl`` (:func:`jsonl_lengths`), and
     ``NAME:TOKENS:SEED`` for a draw from a named distribution, as in ``web:131072:0`` (the seed is 0 by default). Raise
-    ValueError for any other text. Lengths in the text itself or in a ``.jsonl`` are not checked to be at least 1.
+    ValueError for any other text, and for lengths below 1.
     """
     if is_lengths_file(text):
         return _read(Path(text.removeprefix("@")))
@@ -221,6 +221,12 @@ def parse_lengths(text: str) -> list[int]:
             times, each = (parse_count(count), parse_count(length)) if x else (1, parse_count(count))
         except ValueError:
             raise ValueError(_no_length(text, word)) from None
+        if times < 1 or each < 1:
+            what = f"{each} is not a length" if each < 1 else f"{times} is not a number of documents"
+            raise ValueError(
+                f"lengths {text!r}: {what}; a list holds lengths, as in 4096 or 64x2048, each at least 1, and no "
+                "running totals"
+            )
         if len(found) + times > MOST_DOCUMENTS:
             raise ValueError(
                 f"lengths {text!r}: {times:,} documents are too many; at most {MOST_DOCUMENTS:,} are taken"
@@ -320,7 +326,7 @@ def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
 
     A line may be a number of tokens, a list of tokens, or an object that has one of these in ``field`` (by default the
     first of ``input_ids``, ``tokens`` and ``length`` that it has). Raise ValueError if the file cannot be read, holds
-    nothing, or a line is anything else.
+    nothing, or a line is anything else or has fewer than 1 token.
     """
     found = []
     try:
@@ -392,9 +398,11 @@ def _json_length(line: str, field: str | None, where: str) -> int:
         refuse_other_counts(value, value[name], field is not None, where)
         value = value[name]
     if isinstance(value, list):
-        return tokens_in(value, where)
+        value = tokens_in(value, where)
     if type(value) is not int:
         raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens; {ADVISE_ALONE}")
+    if value < 1:
+        raise ValueError(f"{where} has a document of {value} tokens; drop it: documents have at least 1 token")
     return value
 
 

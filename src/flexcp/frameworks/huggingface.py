@@ -62,10 +62,10 @@ def turn_on(
     """Let ``model`` use flexcp's attention from now on, and check each forward that is given a step.
 
     A forward raises RuntimeError if no attention used its step, and ValueError for inputs or labels that do not fit the
-    step. A model that does not take its attention from Transformers' AttentionInterface raises NotImplementedError
-    here. The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation``
-    does. Another model made from the same config object uses flexcp's attention too, without the checks; make it from
-    ``copy.deepcopy(config)`` instead.
+    step. A model that does not take its attention from Transformers' AttentionInterface, or whose positions do not
+    begin at 0 (RoBERTa), raises NotImplementedError here. The choice is kept in ``model.config``, where every layer
+    looks for it, as ``model.set_attn_implementation`` does. Another model made from the same config object uses
+    flexcp's attention too, without the checks; make it from ``copy.deepcopy(config)`` instead.
 
     A model with layers that mix tokens otherwise than by attention (convolutions, state space layers, linear attention)
     raises NotImplementedError too, because they would run on this rank's rows as they lie. ``other_layers="handled"``
@@ -78,9 +78,26 @@ def turn_on(
             "cannot replace it; call flexcp.attention in the layers themselves"
         )
     refuse_unless_handled(model, other_layers)
+    _refuse_later_positions(model)
     register()
     model.set_attn_implementation(NAME)
     check_forwards(model)
+
+
+def _refuse_later_positions(model: PreTrainedModel) -> None:
+    """Raise NotImplementedError if a document's positions in ``model`` begin behind the id of the padding token.
+
+    They do in RoBERTa and its relatives, whose tables of learned positions have a row for padding, where the step's
+    positions begin at 0.
+    """
+    for part in model.modules():
+        table = getattr(part, "position_embeddings", None)
+        if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__} numbers the tokens of a document from {table.padding_idx + 1}, behind the row "
+                f"for padding in the position_embeddings of {type(part).__name__}, but flexcp numbers them from 0 and "
+                "its loss would be wrong; train a model whose positions begin at 0, such as GPT-2, OPT or any with RoPE"
+            )
 
 
 def masks(

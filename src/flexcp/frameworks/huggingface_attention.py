@@ -218,11 +218,13 @@ def _refuse(
 ) -> None:
     if dropout:
         raise NotImplementedError(
-            f"attention dropout is not supported (got {dropout}); set attention_dropout=0 in the config"
+            f"attention dropout is not supported (got {dropout}); set {_dropout_fields(module, dropout)} in the config"
         )
     if mask is not None:
         raise NotImplementedError(
-            f"a mask tensor of shape {tuple(mask.shape)} is not supported; plan with masks=... and drop attention_mask"
+            f"{type(module).__name__} got a mask tensor of shape {tuple(mask.shape)}, which is not supported: if you "
+            "passed attention_mask, drop it and plan with masks=...; if you passed none, the model itself makes this "
+            "mask, and flexcp cannot run its attention"
         )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotImplementedError(f"{type(module).__name__} is bidirectional (is_causal=False), which is not supported")
@@ -232,6 +234,15 @@ def _refuse(
             "generate with another attn_implementation"
         )
     refuse_ignored(module, others)
+
+
+def _dropout_fields(module: nn.Module, dropout: float) -> str:
+    """Return the settings of a layer's configuration that turn attention dropout off, as in ``attn_pdrop=0``."""
+    config: Any = getattr(module, "config", None)
+    values = {} if config is None else config.to_dict()
+    found = [name for name, value in values.items() if "drop" in name and value == dropout]
+    named = [name for name in found if "att" in name] or found or ["attention_dropout"]
+    return " and ".join(f"{name}=0" for name in named)
 
 
 def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:

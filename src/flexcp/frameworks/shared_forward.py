@@ -153,9 +153,21 @@ def share_forward(
         with shared.pause():
             return own_generate(*arguments, **keywords)
 
-    model.forward = types.MethodType(forward, model)
-    model.generate = types.MethodType(generate, model)
+    model.forward = _bound(forward, model, model.forward)
+    model.generate = _bound(generate, model, own_generate)
     return shared
+
+
+def _bound(function: Callable[..., Any], model: nn.Module, replaced: Callable[..., Any]) -> types.MethodType:
+    """Return ``function`` as a method of ``model``, with the signature of the method that it replaces.
+
+    The Trainer drops the columns of a dataset that are not among the parameters of ``model.forward``. Without a
+    signature of its own, a wrapper of a bound method would lose the first one, ``input_ids``, in the place of ``self``.
+    """
+    given = inspect.signature(replaced)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    vars(function)["__signature__"] = given.replace(parameters=[own, *given.parameters.values()])
+    return types.MethodType(function, model)
 
 
 def _refuse_keywords(keywords: Mapping[str, Any]) -> None:

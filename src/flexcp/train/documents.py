@@ -43,10 +43,7 @@ class Documents:
         if self.tokens < 1:
             raise ValueError(f"a step needs at least 1 token; got {self.tokens}")
         if self.source.startswith("@"):
-            if min(self.lengths) < 1:
-                raise ValueError(
-                    f"{self.source[1:]} holds the length {min(self.lengths)}; a document has at least 1 token"
-                )
+            parse_lengths(self.source)
         elif not Path(self.source).is_file():
             draw_lengths(self.source, 1)
         elif not self.paragraphs:

@@ -21,7 +21,7 @@ from flexcp.executor.bind import bind
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.train.documents import Documents
-from flexcp.train.model_setup import make_outline, make_trainee
+from flexcp.train.model_setup import make_outline, make_trainee, refuse_long_documents
 from flexcp.train.source import check_data, check_model, check_numbers
 from flexcp.train.update import total_loss, update
 
@@ -82,12 +82,16 @@ class StepReport:
 
 
 def check_run(config: TrainConfig, ranks: int) -> None:
-    """Raise, in the process that launches ranks, what every one of them would raise for a wrong model, strategy or
-    layout: make the outline of the model and the plan of the first step, without weights.
+    """Raise, in the process that launches ranks, what every one of them would raise.
+
+    A wrong model, strategy or layout is found by making the outline of the model and the plan of the first step,
+    without weights; documents longer than the model's learned positions by the lengths of all steps.
     """
     where = cluster(config.preset, 1, ranks)
     outline = make_outline(config.model, config.dtype, _device(), where, config.strategy, dict(config.sizes))
-    parts = Documents(config.data, config.tokens, outline.vocabulary).step(0)
+    documents = Documents(config.data, config.tokens, outline.vocabulary)
+    refuse_long_documents(documents, config.steps, outline.learned)
+    parts = documents.step(0)
     outline.planner([len(part) for part in parts], masks=outline.masks, layout=config.layout)
 
 
@@ -107,6 +111,7 @@ def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport
     trainee = make_trainee(config.model, config.dtype, device, where, config.strategy, dict(config.sizes))
     outline = trainee.outline
     documents = Documents(config.data, config.tokens, outline.vocabulary)
+    refuse_long_documents(documents, config.steps, outline.learned)
     optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=config.learning_rate, eps=1e-6)
     reports = []
     for number in range(config.steps):

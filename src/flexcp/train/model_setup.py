@@ -20,10 +20,13 @@ from flexcp.executor.attention import attention
 from flexcp.executor.step import Step
 from flexcp.masks import causal
 from flexcp.planner import Planner
+from flexcp.train.documents import Documents
 from flexcp.train.gpt import Gpt, GptConfig
 
 HELD = 4
 """Tensors of a model's size that a rank holds: weights, gradients and two moments of AdamW."""
+USUAL = "max_position_embeddings"
+"""The usual name of the number of positions in a configuration of Transformers; GPT-2's is ``n_positions``."""
 MOST_QUOTED = 200
 """The most characters that are quoted of an error message of Transformers."""
 
@@ -32,12 +35,16 @@ MOST_QUOTED = 200
 class Outline:
     """A model to train without its weights: its configuration (a ``GptConfig`` or that of Transformers), its planner,
     the masks of its layers and its vocabulary.
+
+    ``learned`` is, for a model with a table of learned positions, the configuration's name for their number, and the
+    number, as in ``("n_positions", 1024)``; None for a model without such a table.
     """
 
     config: Any
     planner: Planner
     masks: dict[str, tuple[MaskLike, int]]
     vocabulary: int
+    learned: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,11 @@ def make_outline(
         heads = (config.heads, config.kv_heads, config.head_dim)
         planner = Planner(*heads, dtype=dtype, cluster=cluster, strategy=strategy)
         return Outline(config, planner, {"causal": (causal(), config.layers)}, config.vocabulary)
-    found = _huggingface_config(name, dtype, device, cluster)
+    found, learned = _huggingface_config(name, dtype, device, cluster)
     from flexcp.frameworks import huggingface
 
     planner = huggingface.planner(found, cluster, dtype, strategy=strategy)
-    return Outline(found, planner, huggingface.masks(found), int(found.vocab_size))
+    return Outline(found, planner, huggingface.masks(found), int(found.vocab_size), learned)
 
 
 def make_trainee(
@@ -99,6 +106,33 @@ def refuse_too_large(name: str, weights: int, size: int, ranks: int, memory: int
         )
 
 
+def refuse_long_documents(documents: Documents, steps: int, learned: tuple[str, int] | None) -> None:
+    """Raise ValueError if a document of the first ``steps`` steps has more tokens than a model has learned positions.
+
+    ``learned`` is that of the model's :class:`Outline`.
+    """
+    if learned is None:
+        return
+    name, most = learned
+    for number in range(steps):
+        longest = max(map(len, documents.step(number)))
+        if longest > most:
+            raise ValueError(
+                f"step {number} has a document of {longest} tokens, but {name} of the model is {most}, and it has no "
+                f"learned positions beyond: give --data of shorter documents, --tokens {most}, which cuts them, or a "
+                f"config.json with a larger {name}"
+            )
+
+
+def _learned_positions(model: nn.Module, config: Any) -> tuple[str, int] | None:
+    """Return the configuration's name for the number of learned positions and the number; None if none are learned."""
+    tables = (name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding))
+    most = getattr(config, USUAL, None)
+    if most is None or not any("position" in name or name == "wpe" for name in tables):
+        return None
+    return config.attribute_map.get(USUAL, USUAL), int(most)
+
+
 def _memory(device: torch.device) -> int:
     """Return the bytes of memory that a device has in all; all CPU ranks share the machine's."""
     if device.type == "cuda":
@@ -122,9 +156,13 @@ def _gpt(config: GptConfig, dtype: str, device: torch.device) -> tuple[nn.Module
     return model, logits
 
 
-def _huggingface_config(name: str, dtype: str, device: torch.device, cluster: Cluster) -> Any:
-    """Return the Transformers configuration of a file or folder; raise ValueError or NotImplementedError, in one line,
-    if Transformers makes no model of it, flexcp cannot run its attention, or memory cannot hold it.
+def _huggingface_config(
+    name: str, dtype: str, device: torch.device, cluster: Cluster
+) -> tuple[Any, tuple[str, int] | None]:
+    """Return the Transformers configuration of a file or folder, and the model's learned positions.
+
+    Raise ValueError or NotImplementedError, in one line, if Transformers makes no model of it, flexcp cannot run its
+    attention, or memory cannot hold it.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -143,7 +181,7 @@ def _huggingface_config(name: str, dtype: str, device: torch.device, cluster: Cl
     memory, ranks = _memory(device), 1 if device.type == "cuda" else cluster.ranks
     refuse_too_large(name, weights, getattr(torch, dtype).itemsize, ranks, memory)
     huggingface.turn_on(model)
-    return config
+    return config, _learned_positions(model, config)
 
 
 def _huggingface(config: Any, dtype: str, device: torch.device) -> tuple[nn.Module, Callable[[Tensor, Step], Tensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexcp.data.lengths import draw_lengths, parse_count, parse_lengths
+from flexcp.data.lengths import DISTRIBUTIONS, draw_lengths, parse_count, parse_lengths
 from flexcp.models.config import config_values
 from flexcp.models.find import PRESETS, find_model
 from flexcp.shape import Shape
@@ -76,13 +76,14 @@ def check_data(source: str) -> None:
     Text files that are empty, are JSON lines, or hold nothing but numbers are refused too.
     """
     if source.startswith("@"):
-        if min(parse_lengths(source)) < 1:
-            raise ValueError(f"{source[1:]} holds a length below 1; a document has at least 1 token")
+        parse_lengths(source)
         return
     path = Path(source)
     if not path.is_file():
         if path.is_dir() or "/" in source or path.suffix:
             raise ValueError(f"there is no text file {source!r} to train on")
+        if source not in DISTRIBUTIONS:
+            _refuse_lengths(source)
         draw_lengths(source, 1)
         return
     if not path.read_bytes().strip():
@@ -100,6 +101,24 @@ def check_data(source: str) -> None:
             f"{source} holds numbers: read as a text, its digits would be learnt; write --data @{source} to train on "
             "documents of these lengths"
         )
+
+
+def _refuse_lengths(source: str) -> None:
+    """Raise ValueError if ``source`` is a text form of lengths, such as ``700,20``, which ``--lengths`` takes."""
+    name, _, tail = source.partition(":")
+    if tail and name in DISTRIBUTIONS:
+        raise ValueError(
+            f"--data {source}: train takes the name of a distribution alone, --data {name}, and the tokens of a step "
+            "from --tokens"
+        )
+    try:
+        parse_lengths(source)
+    except ValueError:
+        return
+    raise ValueError(
+        f"--data {source} holds lengths themselves, and train takes @file (a file of document lengths, one a line), a "
+        f"text file, or a length distribution: {', '.join(DISTRIBUTIONS)}"
+    )
 
 
 def _holds_numbers(path: Path) -> bool:
