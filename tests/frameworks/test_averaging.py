@@ -23,7 +23,7 @@ from averaging_runs import (
 )
 
 import flexcp
-from flexcp.executor.losses.averaging import Gradients
+from flexcp.executor.losses.averaging import Gradients, untrue_replicas
 from flexcp.frameworks.pipeline import PlannedMicroBatches
 from flexcp.measure.ranks import RankError, RankPool
 from lib.model_runs import train_alone
@@ -134,6 +134,12 @@ def test_a_wrong_number_of_replicas_is_warned_of_once(four: RankPool, how: str, 
         assert f"the gradient is {replicas / said:g} times the mean of theirs" in words
         for name, gradient in mean_of_replicas(replicas).items():
             torch.testing.assert_close(found["gradients"][name], replicas / said * gradient, atol=1e-12, rtol=1e-10)
+
+
+def test_replicas_that_are_none_are_named_as_such() -> None:
+    words = untrue_replicas(2, 4, 4)
+    assert "all 4 ranks that they are summed over share this batch, so that there are no replicas" in words
+    assert words.endswith("the gradient is 0.5 times that of the batch. Call fsdp.sum_gradients(model)")
 
 
 def test_replicas_divide_the_ranks(four: RankPool) -> None:

@@ -176,12 +176,18 @@ def untrue_replicas(said: float, summed: int, ranks: int) -> str:
 
     Gradients are summed over ``summed`` ranks, of which ``ranks`` share a batch.
     """
+    divides = f"fsdp.sum_gradients(model, replicas={said:g}) divides gradients by {said:g}"
+    if summed == ranks:
+        return (
+            f"{divides}, but all {ranks} ranks that they are summed over share this batch, so that there are no "
+            f"replicas: the gradient is {1 / said:g} times that of the batch. Call fsdp.sum_gradients(model)"
+        )
     replicas = f"{summed / ranks:g}"
     return (
-        f"fsdp.sum_gradients(model, replicas={said:g}) divides gradients by {said:g}, but they are summed over "
-        f"{summed} ranks, of which {ranks} share this batch, so that there are {replicas} replicas: the gradient is "
-        f"{summed / ranks / said:g} times the mean of theirs. Call fsdp.sum_gradients(model, replicas={replicas}), or "
-        "replicas=1 if your loss is divided by the replicas, or by the labels of all of them"
+        f"{divides}, but they are summed over {summed} ranks, of which {ranks} share this batch, so that there are "
+        f"{replicas} replicas: the gradient is {summed / ranks / said:g} times the mean of theirs. Call "
+        f"fsdp.sum_gradients(model, replicas={replicas}), or replicas=1 if your loss is divided by the replicas, or by "
+        "the labels of all of them"
     )
 
 
