@@ -33,7 +33,8 @@ from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step, check_bound
-from flexcp.frameworks.huggingface_attention import NAME, chunks_named, flexcp_attention, flexcp_mask
+from flexcp.frameworks.huggingface_attention import NAME as NAME
+from flexcp.frameworks.huggingface_attention import chunks_named, flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
 from flexcp.frameworks.huggingface_layers import CHUNKED, PLANNED, refuse_unless_handled
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of

@@ -30,7 +30,8 @@ def without_repeats(inputs: Mapping[str, Any], loader: Any) -> dict[str, Any]:
     shard = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, BatchSamplerShard) or type(shard.batch_sampler) is not BatchSampler:
         return found
-    samples, of_all = len(shard.batch_sampler.sampler), loader.total_batch_size
+    sampler: Any = shard.batch_sampler.sampler
+    samples, of_all = len(sampler), loader.total_batch_size
     rows, left = of_all // shard.num_processes, samples % of_all
     own = min(max(left - shard.process_index * rows, 0), rows)
     if left == 0 or own == rows or shard.drop_last or not shard.even_batches:
@@ -39,7 +40,7 @@ def without_repeats(inputs: Mapping[str, Any], loader: Any) -> dict[str, Any]:
     first = samples - left + shard.process_index * rows
     for name, values in labels.items():
         flat = len(values) == 1 < rows
-        end = _tokens(found, loader.dataset, range(first, first + own), shard.batch_sampler.sampler) if flat else own
+        end = _tokens(found, loader.dataset, range(first, first + own), sampler) if flat else own
         if end is None or (not flat and len(values) != rows):
             warnings.warn(
                 f"the evaluation set has {samples} samples, which batches of {of_all} over all ranks do not divide: "

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from flexcp.executor.step import Step
 from flexcp.frameworks import not_used
 from flexcp.frameworks.collated import KNOWN, Collated, read_batch
-from flexcp.frameworks.huggingface import NAME, turn_on
+from flexcp.frameworks.huggingface import turn_on
+from flexcp.frameworks.huggingface_attention import NAME
 from flexcp.frameworks.shared_batch import IGNORE, Rows, share
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
