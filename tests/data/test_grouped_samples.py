@@ -286,33 +286,25 @@ def test_what_is_wrong_is_told(options: dict[str, Any], words: str) -> None:
         )
 
 
+def labelled(*labels: list[int] | None) -> Loader:
+    """A loader of two samples of one prompt with these labels; None leaves the field out."""
+    rows = [
+        {"input_ids": ids, "p": 0} | ({} if own is None else {"labels": own})
+        for ids, own in zip(([1, 2, 3], [1, 2, 4]), labels, strict=True)
+    ]
+    grouped = Samples(tree_by="p", labels="labels")
+    alone = Planning(workers=0)
+    return Loader(rows, planner(1, "blocks"), budget=9, group="alone", samples=grouped, planning=alone)
+
+
 def test_samples_without_their_labels_are_refused_with_the_way_out() -> None:
-    rows = [{"input_ids": [1, 2, 3], "p": 0, "labels": [1, 2, 3]}, {"input_ids": [1, 2, 4], "p": 0}]
-    loader = Loader(
-        rows,
-        planner(1, "blocks"),
-        budget=9,
-        group="alone",
-        samples=Samples(tree_by="p", labels="labels"),
-        planning=Planning(workers=0),
-    )
+    loader = labelled([1, 2, 3], None)
     words = r"without the field 'labels' .* it has \['input_ids', 'p'\]: give every sample labels, or leave labels= out"
     with pytest.raises(ValueError, match=words):
         next(iter(loader))
 
 
 def test_labels_that_differ_on_shared_tokens_are_refused() -> None:
-    rows = [
-        {"input_ids": [1, 2, 3], "p": 0, "labels": [1, 2, 3]},
-        {"input_ids": [1, 2, 4], "p": 0, "labels": [1, -100, 4]},
-    ]
-    loader = Loader(
-        rows,
-        planner(1, "blocks"),
-        budget=9,
-        group="alone",
-        samples=Samples(tree_by="p", labels="labels"),
-        planning=Planning(workers=0),
-    )
+    loader = labelled([1, 2, 3], [1, -100, 4])
     with pytest.raises(ValueError, match="different labels in 'labels' for a token that they share"):
         next(iter(loader))

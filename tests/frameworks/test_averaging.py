@@ -5,6 +5,7 @@ and that one taken for the other is named.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,12 @@ def test_frozen_modules_have_no_gradients_to_sum(two: RankPool) -> None:
     assert two.run(run_summed_between, "summed", "before a frozen head") == [None, None]
 
 
+def assert_times_the_mean(found: dict[str, Any], factor: float, replicas: int) -> None:
+    """A rank's gradients are ``factor`` times the mean of the replicas'."""
+    for name, gradient in mean_of_replicas(replicas).items():
+        torch.testing.assert_close(found["gradients"][name], factor * gradient, atol=1e-12, rtol=1e-10)
+
+
 def mean_of_replicas(count: int) -> dict[str, torch.Tensor]:
     """The mean of the gradients of replicas, each on a process of its own."""
     found: list[dict[str, torch.Tensor]] = []
@@ -107,11 +114,9 @@ def mean_of_replicas(count: int) -> dict[str, torch.Tensor]:
     [("flat", 2), ("HSDP", 2), ("own loss", 2), ("alone", 4), ("divided", 1), ("averaged", None)],
 )
 def test_replicas_that_are_said_have_the_mean_of_their_gradients(four: RankPool, how: str, replicas: int) -> None:
-    right = mean_of_replicas(4 if how == "alone" else 2)
     for found in four.run(run_replicas, how, replicas):
         assert found["warnings"] == []
-        for name, gradient in right.items():
-            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-12, rtol=1e-10)
+        assert_times_the_mean(found, 1, 4 if how == "alone" else 2)
 
 
 @pytest.mark.parametrize("how", ["flat", "HSDP", "own loss", "alone"])
@@ -121,8 +126,7 @@ def test_a_sum_over_replicas_is_warned_of_once(four: RankPool, how: str) -> None
         [said] = found["warnings"]
         assert f"sums gradients over 4 ranks, of which {ranks} share this batch" in said
         assert f"fsdp.sum_gradients(model, replicas={replicas})" in said
-        for name, gradient in mean_of_replicas(replicas).items():
-            torch.testing.assert_close(found["gradients"][name], replicas * gradient, atol=1e-12, rtol=1e-10)
+        assert_times_the_mean(found, replicas, replicas)
 
 
 @pytest.mark.parametrize(("how", "said"), [("flat", 4), ("HSDP", 4), ("own loss", 4), ("alone", 2)])
@@ -132,8 +136,7 @@ def test_a_wrong_number_of_replicas_is_warned_of_once(four: RankPool, how: str, 
         [words] = found["warnings"]
         assert f"summed over 4 ranks, of which {ranks} share this batch, so that there are {replicas} replicas" in words
         assert f"the gradient is {replicas / said:g} times the mean of theirs" in words
-        for name, gradient in mean_of_replicas(replicas).items():
-            torch.testing.assert_close(found["gradients"][name], replicas / said * gradient, atol=1e-12, rtol=1e-10)
+        assert_times_the_mean(found, replicas / said, replicas)
 
 
 def test_replicas_that_are_none_are_named_as_such() -> None:

@@ -33,9 +33,10 @@ MOST_QUOTED = 200
 
 @dataclass(frozen=True)
 class Outline:
-    """A model to train without its weights: its configuration (a ``GptConfig`` or that of Transformers), its planner,
-    the masks of its layers and its vocabulary.
+    """A model to train without its weights: what is known of it before any weight is made.
 
+    ``config`` is a ``GptConfig`` or a configuration of Transformers, ``planner`` plans its attention, ``masks`` are
+    those of its layers as {name: (mask, number of layers)}, and ``vocabulary`` is its number of token ids.
     ``learned`` is, for a model with a table of learned positions, the configuration's name for their number, and the
     number, as in ``("n_positions", 1024)``; None for a model without such a table.
     """
@@ -49,7 +50,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model to train, its planner, and its masks as {name: (mask, number of layers)}.
+    """A model to train, with weights, and the :class:`Outline` that it was made from.
 
     ``logits(tokens, step)`` returns the logits of this rank's rows; ``tokens`` are the ids of the whole stream.
     """
@@ -62,8 +63,9 @@ class Trainee:
 def make_outline(
     name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]
 ) -> Outline:
-    """Return the outline of the model ``name`` without making its weights; raise ValueError or NotImplementedError, in
-    one line, for a model that cannot be trained on ``device``. ``sizes`` apply to ``gpt`` only.
+    """Return the outline of the model ``name``, without making its weights; ``sizes`` apply to ``gpt`` only.
+
+    Raise ValueError or NotImplementedError, in one line, for a model that cannot be trained on ``device``.
     """
     if name == "gpt":
         config = GptConfig(**sizes)
@@ -185,9 +187,7 @@ def _huggingface_config(
 
 
 def _huggingface(config: Any, dtype: str, device: torch.device) -> tuple[nn.Module, Callable[[Tensor, Step], Tensor]]:
-    """Return the model of a Hugging Face configuration, with random weights, and the function that returns its
-    logits.
-    """
+    """Return the model of a Hugging Face configuration, with random weights, and the function for its logits."""
     from transformers import AutoModelForCausalLM
 
     from flexcp.frameworks import huggingface
