@@ -68,7 +68,7 @@ class _TooLong(Exception):  # noqa: N818
     """Raised by the timer of :func:`_limited`."""
 
 
-def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - immutable
+def judge(case: Case, extras: Extras = Extras()) -> Outcome:
     """Run all checks that apply to a case and return the outcome; exceptions of the case are part of it."""
     at, passed = "plan", list[str]()
     try:
