@@ -41,7 +41,8 @@ def test_json_has_the_documented_keys(saved: Path) -> None:
     planned = json.loads(invoke(*PLAN, "--json").stdout)
     timing = {"planning_ms", "first_plan_ms"}
     assert shown == {**{k: v for k, v in planned.items() if k not in timing}, "file_bytes": saved.stat().st_size}
-    documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    commands = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    documented = commands.partition("\n## JSON output\n")[2]
     assert "`file_bytes`" in documented and "`flexcp show --json`" in documented
 
 

@@ -32,7 +32,8 @@ def test_simulate_tells_time_bounds_and_ranks(tmp_path: Path) -> None:
     data = json.loads(
         run("simulate", *SMALL, "--strategy", "zigzag", "--json", "--events", str(tmp_path / "e.json")).stdout
     )
-    documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    commands = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    documented = commands.partition("\n## JSON output\n")[2]
     assert data["simulated"] is True and all(f"`{key}`" in documented for key in data)
     assert data["attention_ms"] == pytest.approx(data["forward_ms"] + data["backward_ms"])
     assert data["optimality"] >= 1 and data["step_ms"] is None
@@ -60,7 +61,8 @@ def test_compare_ranks_strategies(tmp_path: Path) -> None:
     assert result.output.startswith("simulated: a step of llama3-8b") and "optimality" in result.output
     assert "x static: against" in result.output and "#" in result.output
     data = json.loads(run("compare", "--lengths", "9000,800,31", "--cluster", "h100:1x4", *words, "--json").stdout)
-    documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    commands = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    documented = commands.partition("\n## JSON output\n")[2]
     assert all(f"`{key}`" in documented for key in [*data, *data["strategies"][0]])
     by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"] if row["asked"]}
     assert set(by_name) == {"auto", "zigzag", "dp"}

@@ -91,7 +91,7 @@ class Acceptance:
         return [f"{check.name}: {line}" for check in self.checks for line in check.failures]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the results as JSON values, with the keys that docs/json.md explains."""
+        """Return the results as JSON values, with the keys that docs/commands.md explains."""
         setting = self.setting
         return {
             "format": FORMAT,
