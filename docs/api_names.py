@@ -1,5 +1,5 @@
-"""The API reference, docs/api.md: signature and docstring of every public name in plain Markdown,
-which a git host shows too.
+"""The reference of docs/api.md: signature and docstring of every public name in plain Markdown,
+which a git host shows too. What is around it on the page is written by hand.
 
     python docs/api_names.py --write
 
@@ -121,23 +121,25 @@ OTHERS = {
     "report.strategies_table": ("strategies_section",),
     "report.sections": ("words_section", "code_section", "table_section", "lines_section"),
 }
-"""Modules that need nothing but torch and Transformers; torchtitan and Megatron are described in the pages on them."""
-HEAD = """# API
-
-The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank.
-Names are loaded on first use, so `import flexcp` is fast and loads no torch. First come the names of `flexcp` itself,
-then modules with more: write `flexcp.masks.prefix(100)`, and `from flexcp.cost import CostModel` for modules other than
-`flexcp.masks`, `flexcp.data`, `flexcp.frameworks` and `flexcp.report`. [Stability](stability.md) says which names may
-change. This page is written by `python docs/api_names.py --write` from the code; `help(flexcp.Planner)` shows the same.
-"""
+"""Modules that need nothing but torch and Transformers; docs/frameworks.md describes torchtitan and Megatron."""
+BEGIN, END = "<!-- written by docs/api_names.py: -->", "<!-- end of what is written -->"
 
 
 def page() -> str:
-    """docs/api.md as it should be."""
+    """docs/api.md as it should be: the reference between its two comments, other words as they are."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE} needs the lines {BEGIN} and {END}, between which the reference is written")
+    return f"{head}{BEGIN}\n\n{reference()}\n{END}{tail}"
+
+
+def reference() -> str:
+    """Signature and docstring of every public name."""
     left = [name for name in flexcp.__all__ if not any(name in names for names in GROUPS.values())]
     if left:
         raise ValueError(f"public names without a group in docs/api_names.py: {', '.join(left)}")
-    lines = [HEAD]
+    lines: list[str] = []
     for title, names in GROUPS.items():
         lines += [f"## {title}\n", *(line for name in names for line in _entry("flexcp", name, getattr(flexcp, name)))]
     for home, members in OTHERS.items():

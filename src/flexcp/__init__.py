@@ -10,7 +10,7 @@ rank.
     out     = flexcp.attention(q, k, v, step)
 
 :func:`slice_attention` runs the attention kernel on one device without a plan. More masks are in :mod:`flexcp.masks`,
-the loader is in :mod:`flexcp.data`, and docs/stability.md says which names may change.
+the loader is in :mod:`flexcp.data`, and docs/api.md says which names may change.
 
 Names load on first use: importing flexcp imports neither torch nor NumPy.
 """

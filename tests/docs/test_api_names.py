@@ -35,6 +35,18 @@ def test_the_page_is_made_from_this_code(api_names: ModuleType) -> None:
     assert ":::" not in text and ":func:" not in text and "``" not in text.replace("```", "")
 
 
+def test_words_around_the_reference_are_kept(
+    api_names: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_names, "PAGE", tmp_path / "api.md")
+    monkeypatch.setattr(api_names, "reference", lambda: "new\n")
+    api_names.PAGE.write_text(f"# A\n\n{api_names.BEGIN}\n\nold\n\n{api_names.END}\n\n## B\n")
+    assert api_names.page() == f"# A\n\n{api_names.BEGIN}\n\nnew\n\n{api_names.END}\n\n## B\n"
+    api_names.PAGE.write_text(f"# A\n\n{api_names.BEGIN}\n\nold\n")
+    with pytest.raises(ValueError, match=r"api\.md needs the lines .* and .*end of what is written"):
+        api_names.page()
+
+
 def test_a_new_public_name_needs_a_group(api_names: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(api_names.GROUPS, "Plans in files", ("save_plan",))
     with pytest.raises(ValueError, match=r"without a group.*load_plan"):
