@@ -107,7 +107,7 @@ TRAINERS = (
     Trainer(
         "Megatron-Core",
         "megatron-core",
-        "[its page](megatron.md)",
+        "[its section](frameworks.md#megatron-core)",
         {
             "packing": MEGATRON,
             "TP": MEGATRON,
@@ -115,7 +115,7 @@ TRAINERS = (
             "PP": "test_pipeline.py::test_megatron_stages_of_one_shape_equal_stock_megatron",
         },
         {},
-        "[its limits](megatron.md)",
+        "[its limits](frameworks.md#megatron-core-not-supported)",
     ),
     Trainer(
         "a loop of your own",
