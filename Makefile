@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots pictures counts verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
+.PHONY: demo test tests test-all loops kernels lint docs screenshots pictures counts verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -19,6 +19,10 @@ test:
 # process leave a core to the others.
 tests: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# All tests, those marked long included; half as long again as make tests.
+test-all: .venv/ready
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --long
 
 # The planners' loops, compiled before tests in several processes would each begin to. They need nothing but Numba.
 loops: .venv/numba
@@ -168,7 +172,7 @@ soak: .venv/ready
 coverage: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[coverage]"
 	mkdir -p build
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report= --cov-report=json:build/coverage.json $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --long --cov --cov-report= --cov-report=json:build/coverage.json $(TESTS)
 	$(BIN)/python benchmarks/covered.py build/coverage.json --tests "$(if $(TESTS),$(TESTS),all tests)" --page docs/results/coverage.md
 
 # The tests that the table of trainers stands on, the examples over 20 steps (CI runs 4); writes docs/trainers.md.

@@ -5,6 +5,9 @@ Random examples are the same in every run, so that a green checkout stays green;
 ``make test`` gives whole files to three workers in the order of collection. The longest files come first, so that no
 worker is left with one of them when the others are done. All workers, and what they start, compute with one thread:
 threads of many processes on two cores wait for each other more than they help.
+
+``make test`` leaves out the tests that long_tests.py names, so that it ends within a quarter of an hour on two cores;
+``make test-all`` (``--long``) runs everything.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from flexcp.measure.ranks import RankPool
+from long_tests import long_among
 
 settings.register_profile("same", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("same")
@@ -57,8 +61,16 @@ LONGEST = [
 """Files that take more than about 15 seconds; no two files have the same name."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; all else as it was."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="Run the tests that tests/long_tests.py leaves out, too.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first; all else as it was, without long tests unless they are asked for."""
+    if not config.getoption("--long"):
+        long = long_among([item.nodeid for item in items])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in long])
+        items[:] = [item for item in items if item.nodeid not in long]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 

@@ -19,7 +19,7 @@ from soak import page, record, verdicts
 
 
 def test_nothing_grows_in_changing_steps(pool: RankPool) -> None:
-    answers = pool.run(soak, 40, 20, 1, "cpu", None, 10, ranks=2)[:2]
+    answers = pool.run(soak, 20, 10, 1, "cpu", None, 5, ranks=2)[:2]
     assert all(answer.same for answer in answers)
     assert [(answer.checked, answer.wrong) for answer in answers] == [(4, ()), (4, ())]
     for answer in answers:

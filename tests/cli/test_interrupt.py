@@ -19,7 +19,7 @@ SOURCE = Path(flexcp.__file__).parent
 
 
 def processes(group: int) -> list[int]:
-    """Living processes of a process group. Asked a hundred times a second, so files of other processes stay closed."""
+    """Living processes of a process group. Asked many times a second, so files of other processes stay closed."""
     found = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -76,7 +76,7 @@ def wait_for(happens: Callable[[], bool]) -> None:
     until = time.monotonic() + 150
     while not happens():
         assert time.monotonic() < until
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def interrupt(process: subprocess.Popen[str], count: int, seconds: float) -> None:

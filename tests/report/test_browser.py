@@ -8,6 +8,7 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def page(browser: Any, file: Path) -> Iterator[Any]:
+@contextmanager
+def opened_page(browser: Any, file: Path) -> Iterator[Any]:
     """The page, opened; at the end nothing was logged, nothing failed, and nothing was asked of the network."""
     opened = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
     said: list[str] = []
@@ -38,6 +39,20 @@ def page(browser: Any, file: Path) -> Iterator[Any]:
     yield opened
     opened.close()
     assert said == []
+
+
+@pytest.fixture
+def page(browser: Any, file: Path) -> Iterator[Any]:
+    """A page of a test's own, whose controls it may use."""
+    with opened_page(browser, file) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def read_page(browser: Any, file: Path) -> Iterator[Any]:
+    """One page for all tests that only point at pictures: drawing it takes a second."""
+    with opened_page(browser, file) as opened:
+        yield opened
 
 
 def pixels(page: Any, selector: str) -> str:
@@ -61,8 +76,8 @@ def hover(page: Any, figure: str, x: float, y: float, left: int, top: int, right
     return str(tip.inner_text()) if tip.is_visible() else ""
 
 
-def test_every_canvas_has_a_picture(page: Any) -> None:
-    figures = page.locator("figure[data-picture]")
+def test_every_canvas_has_a_picture(read_page: Any) -> None:
+    figures = read_page.locator("figure[data-picture]")
     kinds = {figures.nth(i).get_attribute("data-picture") for i in range(figures.count())}
     assert kinds == {"batch", "kept", "matrix", "tree", "traffic", "timeline", "balance", "strategies", "lines"}
     colours = "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
@@ -70,11 +85,11 @@ def test_every_canvas_has_a_picture(page: Any) -> None:
         assert figures.nth(i).locator("canvas").evaluate(colours) > 3, figures.nth(i).get_attribute("data-picture")
 
 
-def test_the_matrix_says_who_computes(page: Any) -> None:
+def test_the_matrix_says_who_computes(read_page: Any) -> None:
     plan = pages.two_masks()
     regions, length = plan.placement.regions[0], pages.LENGTHS[0]
     for x, y in ((0.1, 0.5), (0.5, 0.9), (0.02, 0.97), (0.3, 0.35)):
-        text = hover(page, picture("matrix"), x, y, left=58, top=6)
+        text = hover(read_page, picture("matrix"), x, y, left=58, top=6)
         row, key = (int(part.split()[1].replace(",", "")) for part in text.split("\n")[0].split(": ")[1].split(", "))
         assert abs(row - y * length) < 0.01 * length and abs(key - x * length) < 0.01 * length
         at = (
@@ -87,57 +102,58 @@ def test_the_matrix_says_who_computes(page: Any) -> None:
         at &= regions.h0 == 0
         assert np.count_nonzero(at) == 1
         assert f"computed by rank {int(regions.rank[at][0])}," in text
-    assert "masked" in hover(page, picture("matrix"), 0.9, 0.1, left=58, top=6)
+    assert "masked" in hover(read_page, picture("matrix"), 0.9, 0.1, left=58, top=6)
 
 
-def test_a_tree_says_what_is_where_and_who_keeps_it(page: Any) -> None:
+def test_a_tree_says_what_is_where_and_who_keeps_it(read_page: Any) -> None:
     """Lanes are the sequences 0-1-2, 0-1-3 and 0-4, the deepest has 900 tokens."""
     kept = pages.trees().placement.kept
     where = {(0.2, 0.9): (0, 180), (0.6, 0.2): (1, 140), (0.8, 0.5): (3, 120), (0.6, 0.8): (4, 140)}
     for (x, y), (segment, token) in where.items():
-        text = hover(page, picture("tree", 7), x, y, left=58, top=6)
+        text = hover(read_page, picture("tree", 7), x, y, left=58, top=6)
         assert f"document 0, segment {segment}," in text
         found = int(text.split("token ")[1].split(" of")[0].replace(",", ""))
         assert abs(found - token) < 10
         stream = [0, 400, 600, 700, 1000][segment] + found
         assert f"kept by rank {int(kept.rank[np.searchsorted(kept.stop, stream, 'right')])}" in text
-    assert hover(page, picture("tree", 7), 0.95, 0.1, left=58, top=6) == ""
+    assert hover(read_page, picture("tree", 7), 0.95, 0.1, left=58, top=6) == ""
 
 
-def test_the_stream_says_who_keeps(page: Any) -> None:
+def test_the_stream_says_who_keeps(read_page: Any) -> None:
     kept = pages.two_masks().placement.kept
     for x in (0.03, 0.4, 0.77, 0.99):
-        text = hover(page, picture("kept"), x, 0.3, left=64, top=0)
+        text = hover(read_page, picture("kept"), x, 0.3, left=64, top=0)
         token = int(text.split("token ")[1].split(" of")[0].replace(",", ""))
         token += int(np.cumsum([0, *pages.LENGTHS])[int(text.split()[1].strip(","))])
         rank = int(kept.rank[np.searchsorted(kept.stop, token, "right")])
         assert f"kept by rank {rank}," in text
 
 
-def test_traffic_says_the_plans_bytes(page: Any) -> None:
+def test_traffic_says_the_plans_bytes(read_page: Any) -> None:
     plan = pages.two_masks()
     forward, backward = plan.bytes(), plan.bytes(backward=True)
     source, target = (int(v) for v in np.unravel_index(np.argmax(forward), forward.shape))
 
     def text() -> str:
-        return hover(page, picture("traffic"), (target + 0.5) / 8, (source + 0.5) / 8, left=40, top=6)
+        return hover(read_page, picture("traffic"), (target + 0.5) / 8, (source + 0.5) / 8, left=40, top=6)
 
     said = text()
     assert said.startswith(f"rank {source} to rank {target}")
     assert said.endswith(f"{forward[source, target] / 1e6:.1f} MB")
-    page.locator(f"{picture('traffic')} select[data-choice=direction]").select_option("1")
+    read_page.locator(f"{picture('traffic')} select[data-choice=direction]").select_option("1")
     assert text().endswith(f"{backward[source, target] / 1e6:.1f} MB")
+    read_page.locator(f"{picture('traffic')} select[data-choice=direction]").select_option("0")
 
 
-def test_times_and_lines_say_their_numbers(page: Any) -> None:
-    assert "ms" in hover(page, picture("balance"), 0.2, 0.5, left=40, top=4)
-    assert hover(page, picture("timeline"), 0.001, 0.06, left=40, top=4).startswith("rank 0 at ")
-    assert hover(page, picture("batch"), 0.01, 0.9, left=58, top=8).startswith(
+def test_times_and_lines_say_their_numbers(read_page: Any) -> None:
+    assert "ms" in hover(read_page, picture("balance"), 0.2, 0.5, left=40, top=4)
+    assert hover(read_page, picture("timeline"), 0.001, 0.06, left=40, top=4).startswith("rank 0 at ")
+    assert hover(read_page, picture("batch"), 0.01, 0.9, left=58, top=8).startswith(
         "document 0\n24,000 tokens\n1. longest of 7"
     )
     fastest = min(pages.strategy_times(), key=lambda s: s.total_ns)
-    assert hover(page, picture("strategies", 3), 0.1, 0.05, left=130, top=4, right=70).startswith(fastest.name)
-    assert "blocks: 2.10000" in hover(page, picture("lines", 4), 0.99, 0.5, left=58, top=8, right=12)
+    assert hover(read_page, picture("strategies", 3), 0.1, 0.05, left=130, top=4, right=70).startswith(fastest.name)
+    assert "blocks: 2.10000" in hover(read_page, picture("lines", 4), 0.99, 0.5, left=58, top=8, right=12)
 
 
 @pytest.mark.parametrize("width", [WIDTH, 380])

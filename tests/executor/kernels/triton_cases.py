@@ -1,5 +1,5 @@
 """Cases for the Triton kernel in Triton's interpreter, run by test_kernels_triton in a process of their own:
-one JSON line each.
+one JSON line each. The argument ``--long`` adds the long cases, whose parts occur in others.
 
 The interpreter must be asked for before Triton is imported, and would change what other tests see.
 """
@@ -44,32 +44,33 @@ class Case:
     # numbers hundreds of tokens are needed before groups take turns or tiles are split.
     chunk: int = triton_kernel.CHUNK
     shortest: int = triton_kernel.SHORTEST_PART
+    long: bool = False  # only with --long
 
 
 C, F = masks.causal(), masks.full()
 CASES = (
     Case("share 1", ((40, C), (1, C)), 2, 2),
-    Case("share 2, full", ((21, F), (30, C))),
-    Case("share 3", ((37, C),), 3, 1),
+    Case("share 2, full", ((21, F), (30, C)), long=True),
+    Case("share 3", ((37, C),), 3, 1, long=True),
     Case("share 4, window, accumulated", ((50, masks.window(9, 3)), (20, C)), 4, 1, calls=2),
     Case("share 7, softcap", ((33, C),), 7, 1, softcap=3.0),
-    Case("share 8, lambda", ((70, masks.lambda_(3, 17)),), 8, 1),
+    Case("share 8, lambda", ((70, masks.lambda_(3, 17)),), 8, 1, long=True),
     Case("share 72: heads in two chunks", ((5, C),), 72, 1),
-    Case("head sizes 96 and 192", ((34, C), (9, F)), 2, 1, 96, 192),
+    Case("head sizes 96 and 192", ((34, C), (9, F)), 2, 1, 96, 192, long=True),
     Case("head sizes 256 and 128", ((20, C),), 2, 2, 256, 128),
-    Case("float16", ((60, C), (40, masks.shared_question())), dtype=torch.float16),
+    Case("float16", ((60, C), (40, masks.shared_question())), dtype=torch.float16, long=True),
     Case("descriptors", ((90, C), (40, masks.window(20, 5))), dtype=torch.float16, descriptors=True),
-    Case("descriptors, share 3, head size 96", ((60, C),), 3, 1, 96, 64, torch.float16, descriptors=True),
+    Case("descriptors, share 3, head size 96", ((60, C),), 3, 1, 96, 64, torch.float16, descriptors=True, long=True),
     Case("head sizes 80 and 72, wide", ((70, C), (9, F)), 4, 2, 80, 72, softcap=3.0, wide=True),
-    Case("head sizes 8 and 40, fresh", ((100, C),), 2, 1, 8, 40, torch.float16, fresh=True),
+    Case("head sizes 8 and 40, fresh", ((100, C),), 2, 1, 8, 40, torch.float16, fresh=True, long=True),
     Case("descriptors, 72 and 80, wide", ((70, C), (30, F)), 4, 2, 72, 80, torch.float16, descriptors=True, wide=True),
-    Case("blockwise", ((80, masks.causal_blockwise(16, 2)),), 4, 1),
+    Case("blockwise", ((80, masks.causal_blockwise(16, 2)),), 4, 1, long=True),
     Case("rows without keys", ((30, masks.from_slices(30, [(10, 30, 0, 15, None, -1), (10, 30, 15, 30, -3, 5)])),)),
-    Case("fresh", ((33, C), (15, C)), fresh=True),
+    Case("fresh", ((33, C), (15, C)), fresh=True, long=True),
     Case("fresh, float16", ((33, C), (15, F)), dtype=torch.float16, fresh=True),
     Case("a margin makes programs persistent", ((45, C), (30, C)), margin=1),
     Case("wide", ((40, C), (25, masks.prefix(7))), wide=True),
-    Case("wide, descriptors", ((40, C), (25, C)), dtype=torch.float16, descriptors=True, wide=True),
+    Case("wide, descriptors", ((40, C), (25, C)), dtype=torch.float16, descriptors=True, wide=True, long=True),
     Case("groups in turn", ((38, masks.causal_blockwise(8, 1)),), 16, 2, chunk=4),
     Case(
         "groups in turn, persistent", ((70, masks.causal_blockwise(8, 1)),), 8, 2, margin=1, deterministic=True, chunk=2
@@ -81,7 +82,7 @@ CASES = (
 
 def main() -> None:
     """Print the share of its allowed error that each result of each case has."""
-    for case in CASES:
+    for case in (case for case in CASES if "--long" in sys.argv or not case.long):
         print(json.dumps([case.name, shares(case)]), flush=True)
 
 
