@@ -143,7 +143,7 @@ fuzz-readers: .venv/ready
 
 # Every change of a config.json with every family of models, read and compared with a small model of Transformers; minutes.
 families: .venv/ready
-	$(BIN)/python -m pytest tests/models/test_families.py tests/models/test_text_parts.py --all-changes
+	$(BIN)/python -m pytest tests/models/test_families.py tests/models/test_text_parts.py --long --all-changes
 
 # 200 automatically made mutants of the sources, and how many of them the tests notice; writes docs/results/mutants.md.
 mutants: .venv/ready
@@ -159,7 +159,7 @@ FAULTS := tests/executor/exchange/test_failures.py tests/executor/exchange/test_
   tests/data/test_planning_pool.py tests/data/test_resume.py tests/cli/test_interrupt.py tests/cli/test_port_in_use.py \
   tests/io/test_atomic_files.py tests/arrays/test_jit.py tests/test_clocks.py tests/fuzz/test_readers.py
 faults: .venv/ready
-	$(BIN)/python -m pytest $(FAULTS)
+	$(BIN)/python -m pytest --long $(FAULTS)
 
 # 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md, where a run on a GPU
 # (benchmarks/soak.py --device cuda) has its section too.

@@ -32,7 +32,7 @@ def _passed(environment: str, tests: list[str], steps: int) -> set[str]:
     python = sys.executable if environment == ".venv" else ROOT / environment / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        command = [python, "-m", "pytest", "--trainer-steps", str(steps), f"--junitxml={results}"]
+        command = [python, "-m", "pytest", "--long", "--trainer-steps", str(steps), f"--junitxml={results}"]
         subprocess.run([*command, *(f"{TESTS}/{test}" for test in tests)], cwd=ROOT, check=False)
         passed: dict[str, bool] = {}
         for case in ElementTree.parse(results).iter("testcase"):

@@ -329,12 +329,12 @@ def test_columns_of_any_numbers_come_back() -> None:
 
 def test_a_sample_of_mutated_files() -> None:
     result = subprocess.run(
-        [sys.executable, str(FUZZER), "--count", "1000", "--seed", "1", "--json"],
+        [sys.executable, str(FUZZER), "--count", "500", "--seed", "1", "--json"],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout)
-    assert found["files"] == 1000 and found["failures"] == 0
-    assert found["refused"] > 750 and found["read"] > 25 and found["reasons"] > 50
+    assert found["files"] == 500 and found["failures"] == 0
+    assert found["refused"] > 375 and found["read"] > 12 and found["reasons"] > 40

@@ -98,7 +98,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(batch, shape, machine, COST, layout=layout, equal_tokens=equal)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(requests())
 def test_bounds_hold_for_every_static_method(asked: Request) -> None:
     methods = all_methods(asked)

@@ -391,7 +391,7 @@ def test_very_large_rings_are_spread_as_under_a_causal_mask(monkeypatch: pytest.
     assert predict(placement, SHAPE, request.cluster, COST).total_ns < counted
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(placements())
 def test_parts_add_up_and_no_placement_beats_perfect_division(case: tuple[Placement, Shape, Cluster]) -> None:
     placement, shape, machine = case
@@ -406,7 +406,7 @@ def test_parts_add_up_and_no_placement_beats_perfect_division(case: tuple[Placem
     assert again.rank_ns.tolist() == found.rank_ns.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(placements())
 def test_a_better_machine_is_never_predicted_slower(case: tuple[Placement, Shape, Cluster]) -> None:
     placement, shape, machine = case

@@ -49,7 +49,7 @@ def delivered(routes: Routes) -> Counter[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(readings(), st.integers(0, 1))
 def test_every_reader_gets_every_token_once_and_each_enters_a_node_once(
     case: tuple[Pieces, Cluster], fast: int
