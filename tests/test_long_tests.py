@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from long_tests import LEFT_OUT, ONE_IN, long_among
 
 TESTS = Path(__file__).parent
