@@ -43,6 +43,7 @@ ONE_IN = {
     "plan/test_rounds.py::test_rounds_of_real_plans": 3,
     "planners/hypergraph/test_hypergraph.py::test_yardstick_keeps_both_balances_and_moves_no_more_than_blocks": 2,
     "planners/test_published_dcp.py::test_moves_what_its_hypergraph_says": 2,
+    "report/test_browser.py::test_names_of_strategies_are_drawn_whole": 2,
     "simulator/test_slot_work.py::test_work_is_the_executors": 3,
     "test_imports.py::test_planning_never_loads_torch": 2,
     "test_planner.py::test_hashes_are_the_same_in_another_process": 2,
