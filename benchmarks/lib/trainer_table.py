@@ -99,7 +99,7 @@ TRAINERS = (
     Trainer(
         "torchtitan",
         "torchtitan",
-        "[its section](frameworks.md#torchtitan)",
+        "torchtitan_pretrain",
         {**dict.fromkeys(("packing", "FSDP2", "recompute", "resume"), TITAN), "windows": TITAN_WINDOWS},
         dict.fromkeys(("PP", "evaluation"), TITAN_REFUSALS),
         "`context_parallel_degree` above 1",
@@ -107,10 +107,11 @@ TRAINERS = (
     Trainer(
         "Megatron-Core",
         "megatron-core",
-        "[its section](frameworks.md#megatron-core)",
+        "megatron_pretrain",
         {
             "packing": MEGATRON,
             "TP": MEGATRON,
+            "evaluation": EXAMPLES,
             "windows": "test_megatron.py::test_what_a_layer_may_be_is_honoured",
             "PP": "test_pipeline.py::test_megatron_stages_of_one_shape_equal_stock_megatron",
         },

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_on_cpu import GROUPS, HEADS, STEPS, Arrays, Case, alone, check, planned
+from megatron_runs import GROUPS, HEADS, STEPS, Arrays, Case, alone, check, planned
 
 import flexcp
 from flexcp.frameworks import megatron as flex

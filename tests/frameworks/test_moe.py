@@ -5,7 +5,7 @@ Megatron on one rank.
 from __future__ import annotations
 
 import pytest
-from megatron_on_cpu import Arrays, Case, alone, check, planned
+from megatron_runs import Arrays, Case, alone, check, planned
 
 from flexcp.measure.ranks import RankPool
 

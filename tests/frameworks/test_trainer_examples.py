@@ -14,6 +14,9 @@ from flexcp.measure.ranks import RankPool
 from lib.trainer_table import added_lines
 
 TRAINERS = ["trainer", "trl_sft", "trl_dpo", "trl_grpo", "rl_loop", "lightning_fsdp2"]
+ALWAYS_DISTRIBUTED = ["megatron_pretrain", "torchtitan_pretrain"]
+"""Those whose plain twins need a process group too, of one rank."""
+WITHOUT_EVALUATION = ["trl_grpo", "rl_loop", "torchtitan_pretrain"]
 TIMES = ("runtime", "per_second", "time", "flos", "balance")
 """What a log says of the machine, and TRL's count of operations, which takes the padding of each rank for work."""
 
@@ -27,20 +30,30 @@ def assert_same_logs(ours: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
                 assert mine[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+def logged_alone(name: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """The log of a plain twin on one process."""
+    if name not in ALWAYS_DISTRIBUTED:
+        return logged(None, f"{name}_plain", arguments)
+    with RankPool(1) as one:
+        found: list[dict[str, Any]] = one.run(logged, f"{name}_plain", arguments)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, *ALWAYS_DISTRIBUTED])
 def test_a_trainer_logs_what_one_process_does(two: RankPool, name: str, request: pytest.FixtureRequest) -> None:
     steps = request.config.getoption("--trainer-steps", default=4)
-    pytest.importorskip({"trl": "trl", "lightning": "lightning"}.get(name.split("_")[0], "transformers"))
-    plain = logged(None, f"{name}_plain", ["--steps", str(steps)])
+    first = name.split("_")[0]
+    pytest.importorskip(first if first in ("trl", "lightning", "megatron", "torchtitan") else "transformers")
+    plain = logged_alone(name, ["--steps", str(steps)])
     for ours in two.run(logged, name, ["--steps", str(steps)]):
         assert_same_logs(ours, plain)
     losses = [entry["loss"] for entry in plain if "loss" in entry]
     assert len(losses) == steps
     assert len(set(losses)) == steps
-    assert name in ("trl_grpo", "rl_loop") or "eval_loss" in plain[-1]
+    assert name in WITHOUT_EVALUATION or "eval_loss" in plain[-1]
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "axolotl_sft"])
+@pytest.mark.parametrize("name", [*TRAINERS, *ALWAYS_DISTRIBUTED, "axolotl_sft"])
 def test_few_lines_of_a_script_change(name: str) -> None:
     added = added_lines(name)
     assert any("flexcp" in line for line in added)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -49,24 +48,13 @@ def batch(rank: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
 
 def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]:
     """torchtitan's own trainer on this CPU rank for a few steps, with its attention or ours."""
-    import torch._utils
+    from torchtitan_on_cpu import cpu_ranks
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
-    # torchtitan knows accelerators only, and asks one for its name and memory: on this machine the CPU answers.
-    answers: dict[str, Any] = {
-        "get_device_name": lambda device: "cpu",
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=1 << 34),
-        "reset_peak_memory_stats": lambda: None,
-        "empty_cache": lambda: None,
-        "memory_stats": lambda device: {},
-    }
-    with (
-        patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
-        patch.multiple(torch.cpu, create=True, **answers),
-    ):
+    with cpu_ranks():
         return _trained(folder, case)
 
 
@@ -111,8 +99,6 @@ def _trained(folder: str, case: Case) -> dict[str, Any]:
     from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.tools import utils
-
-    from flexcp.frameworks.fsdp import sum_gradients
 
     class Loader(BaseDataLoader):
         @dataclass(kw_only=True, slots=True)
@@ -175,22 +161,19 @@ def _trained(folder: str, case: Case) -> dict[str, Any]:
     ]
     config.parallelism.spmd_backend = "partial_dtensor"
     if not case.ours:
-        config.override.imports = ["torchtitan_dense.dense"]
+        config.override.imports = ["torchtitan_on_cpu.dense"]
     else:
         from flexcp.frameworks import torchtitan
 
         config = torchtitan.turn_on(config)
     trainer = config.build()
-    sum_gradients(trainer.model_parts[0])  # torchtitan sums them too, by an operation that gloo lacks
     logged: list[dict[str, Any]] = []
     trainer.metrics_processor.logger.log = lambda entry, step: logged.append(entry | {"step": step})
     layers = list(trainer.model_parts[0].layers.values())
     sinks = [layer.attention.sinks for layer in layers if hasattr(layer.attention, "sinks")]
     before = [sink.full_tensor().clone() for sink in sinks]
-    with (
-        patch("torchtitan.distributed.utils.set_pg_timeouts"),  # its barrier names a device, which gloo refuses
-        patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor),  # which experts compute in, whatever the model's
-    ):
+    # Experts compute in bfloat16, whatever the model's precision is.
+    with patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor):
         trainer.train()
     return {
         "logged": logged,

@@ -1,80 +1,26 @@
-"""The released Megatron-Core on CPU ranks: what it asks of CUDA is answered by the CPU,
-and nothing else of it is changed.
+"""What runs on the ranks in the tests of the Megatron-Core adapter; examples/megatron_on_cpu.py lets it run on CPUs.
 
-Megatron names "cuda" when it makes buffers, synchronizes with it, and forks its random state around dropout. Here the
-device is the CPU, synchronizing is nothing and no dropout is used. Models, parallel layers, schedules, DDP and gradient
-reduction are its own code. Without TransformerEngine it lacks three things, which are given to it: a layer norm for
-sequence parallelism, a core attention for multi-latent attention (for the run alone), and a name its router looks for.
-
-The other half is a tiny GPT trained in two ways: alone, as stock Megatron with its own attention, document by document
-on one rank; and planned, under TP x PP x (DP x CP), from the same weights.
+A tiny GPT is trained in two ways: alone, as stock Megatron with its own attention, document by document on one rank;
+and planned, under TP x PP x (DP x CP), from the same weights. Without TransformerEngine Megatron lacks two things,
+which are given to it here: a layer norm for sequence parallelism, and a core attention for multi-latent attention (for
+the run alone).
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import flexcp
 
 VOCABULARY, LAYERS, HIDDEN, HEADS, GROUPS = 64, 2, 32, 4, 2
 STEPS = 5
 Arrays = dict[str, np.ndarray]
-
-
-class CudaIsCpu(TorchFunctionMode):
-    """Tensors asked for on "cuda" are made on the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if str(given.get("device", "")).startswith("cuda"):
-            given["device"] = "cpu"
-        return args[0] if function is torch.Tensor.cuda else function(*args, **given)
-
-
-@contextlib.contextmanager
-def megatron_world(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, vp: int | None = None) -> Any:
-    """All ranks of this process's world as Megatron's, for as long as the context lasts."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    moe_utils.te_general_gemm = None
-    multi_latent_attention.HAVE_TE = False
-    token_dispatcher.maybe_move_tensor_to_cpu = from_device
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None
-    stream = MagicMock()
-    torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment,misc]
-    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
-    before = set(dist.distributed_c10d._world.pg_map)
-    parallel_state.initialize_model_parallel(
-        tp, pp, vp, context_parallel_size=cp, expert_model_parallel_size=ep, create_gloo_process_groups=False
-    )
-    try:
-        with CudaIsCpu():
-            yield parallel_state
-    finally:
-        parallel_state.destroy_model_parallel()
-        # Megatron makes dozens of groups and leaves them; on gloo each has threads that wake a hundred times a second.
-        dist.barrier()
-        for group in set(dist.distributed_c10d._world.pg_map) - before:
-            dist.destroy_process_group(group)
-
-
-def from_device(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Counts of an all-to-all as numbers, which Megatron makes of them only when they come from a GPU."""
-    return x.numpy() if as_numpy and isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True)
@@ -182,6 +128,8 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def alone(group: dist.ProcessGroup, case: Case, steps: int) -> tuple[list[float], Arrays, Arrays] | None:
     """(losses, gradients of the first step, initial weights) of stock Megatron on rank 0, one document at a time."""
+    from megatron_on_cpu import megatron_world
+
     with megatron_world():
         if dist.get_rank() > 0:
             return None
@@ -213,6 +161,7 @@ def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     from flexcp.frameworks import megatron as flex
+    from megatron_on_cpu import megatron_world
 
     with megatron_world(case.tp, case.pp, case.cp, case.ep) as state:
         config = config_of(case)
