@@ -100,11 +100,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Preset:
-    """The speeds of one rank.
+    """The speeds of one rank, and the usual size of a node.
 
     ``tflops`` is dense bf16 TFLOP/s, ``intra`` and ``inter`` are GB/s in one direction inside a node and across nodes,
-    ``latency`` is microseconds per transfer, ``memory`` is GB/s of memory. ``spans_hosts`` says that a node consists of
-    several hosts.
+    ``latency`` is microseconds per transfer, ``memory`` is the memory bandwidth in GB/s. ``spans_hosts`` says that a
+    node consists of several hosts.
     """
 
     tflops: float

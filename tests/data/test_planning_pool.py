@@ -195,3 +195,20 @@ def test_no_process_stays_behind(ending: str) -> None:
         assert gone(worker)
         errors = process.stderr.read()
         assert "Traceback" not in errors or (ending == "interrupt" and errors.count("Traceback") == 1), errors
+
+
+def test_a_worker_whose_parent_has_ended_says_nothing() -> None:
+    """The parent ends before the worker could say that it is ready, and its lifeline is not yet seen to be closed."""
+    script = """
+import os, pickle, sys
+from multiprocessing import Pipe
+from flexcp.data.planning.worker import main
+ours, theirs = Pipe()
+ours.send_bytes(pickle.dumps((None, None)))
+lifeline = os.pipe()
+ours.close()
+main(theirs.fileno(), lifeline[0])
+sys.exit("it went on")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -82,9 +82,11 @@ class LatentForms:
         return Planner(s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options)
 
     def step_ns(self, form: str, plan: Plan) -> int:
-        """Return the predicted nanoseconds of the slowest rank for one step of a plan that was made for this form.
+        """Return the predicted nanoseconds of the slowest rank for one step of a plan made for ``form``.
 
-        The expansion of received latents is included.
+        ``form`` is one of :data:`FORMS`. A step is all layers, forward and backward, attention and the rest. Expanding
+        received latents is included, and in the backward a rank's own ones; keys that ``keep_kv`` keeps are timed as if
+        they were not kept.
         """
         cluster, cost = plan.cluster, plan.cost
         found = predict(plan.placement, plan.shape, cluster, cost)

@@ -27,7 +27,7 @@ Q, KV, OUT, DO, DQ, DKV = range(6)
 
 
 class Wrong(Exception):  # noqa: N818 - a finding, not an accident
-    """Raised by a check of the fuzzer that found an error."""
+    """Raised when a check of the fuzzer finds a wrong plan, execution, loader or report; the case then fails."""
 
 
 def require(condition: bool | np.bool_, message: str) -> None:

@@ -70,10 +70,11 @@ ROWS: dict[str, Row] = {
 class KnownError:
     """One entry of ``errors.json``: how far predictions were off in one comparison with measured or published values.
 
-    ``key`` is the entry's key in :data:`ROWS`, ``date`` the day of the comparison, and ``machine`` the machine it ran
-    on, if recorded. Some comparisons also check in which order two values come: ``pairs`` is then the number of pairs
-    that are at least about 10 % apart, and ``right`` how many of them were predicted in the right order. Otherwise both
-    are None.
+    ``key`` is the entry's key in :data:`ROWS`, ``errors`` are the relative errors, ``date`` is the day of the
+    comparison, and ``machine`` the machine it ran on, if recorded. Some comparisons also check in which order two
+    values come: ``pairs`` is then the number of pairs that are about 10 % apart or more (published figures as
+    published, measured steps as predicted), and ``right`` how many of them were predicted in the right order.
+    Otherwise both are None.
     """
 
     key: str

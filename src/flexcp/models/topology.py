@@ -165,9 +165,10 @@ def _divides_heads(shape: Shape, tp: int) -> bool:
 
 
 def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None) -> Model:
-    """Return a rank's part of the model, or raise ValueError if ``pp`` does not divide the layers.
+    """Return a rank's part of the model: its layers divided by ``pp``, and its feed-forward width by ``tp``, rounded up.
 
-    The error lists the numbers of stages ``fits``, by default all that divide the layers.
+    Raise ValueError if ``pp`` does not divide the layers. The message offers the values ``fits`` for ``pp``, by default
+    all divisors of the layers.
     """
     if model.layers % pp:
         raise ValueError(

@@ -316,9 +316,11 @@ def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
 
 
 def _rule(entry: Any, reader: Reader, version: int) -> Mask:
-    """Read a rule and make it with the public function for such masks, which checks it.
+    """Read one mask rule of the file and make it with the public function for such masks, which checks it.
 
-    Raise ValueError if the result differs from what was saved.
+    ``entry`` is the rule's entry among the facts of the file, and ``reader`` reads its columns. ``version`` is the
+    version of the file; trees exist from version 3 on. Raise ValueError if the rule is invalid, or if the function
+    makes another mask of these values than the file holds.
     """
     name, params, length = items(entry, "a rule")
     if name == m.EXPLICIT:

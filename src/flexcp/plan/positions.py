@@ -15,9 +15,10 @@ from flexcp.masks import Mask, Tree
 
 
 def token_positions(batch: Batch, tokens: Ints) -> Ints:
-    """Return the position of each stream token in its document.
+    """Return the position in its document of each of ``tokens``, which are numbers in the stream.
 
-    Raise ValueError if masks of the batch disagree about it.
+    In a document that branches, the position is the depth in the tree. Raise ValueError if masks of the batch give a
+    document different depths.
     """
     if not batch.branches:
         return tokens - batch.starts[batch.document_of(tokens)]

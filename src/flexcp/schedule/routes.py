@@ -93,9 +93,10 @@ def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
 
 
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
-    """Return the key pieces, cut by heads where ranks of one node read different heads of one owner.
+    """Return the key pieces, cut by heads so that the readers of one node can share what they read from one owner.
 
-    The head ranges that ranks of a node read of an owner are then either equal or disjoint.
+    The head ranges that the readers of a node read from an owner are then either equal or disjoint, so that what
+    several of them read can enter the node once. Where all these ranges are equal already, nothing is cut.
     """
     sides = (cluster.nodes, cluster.ranks)
     pair = np.ravel_multi_index((keys.rank // cluster.ranks_per_node, keys.owner), sides)

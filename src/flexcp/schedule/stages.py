@@ -152,11 +152,13 @@ def choose_stages(
     cluster: Cluster,
     kept: Stages | None = None,
 ) -> Stages:
-    """Return each rank's number of stages of equal size, and their predicted time; ``work`` is in nanoseconds.
+    """Return how many stages each rank's inputs are cut into in one pass, with predicted times.
 
-    ``times`` are those of the pass, and ``peers`` the ranks that exchange messages. If the placement wishes for
-    divisions, these give the number of stages, and if it assembles its own tokens (``assemble_own``), there is one. In
-    a backward whose keys are kept, ``kept`` are the stages of the forward, and their number is used again.
+    Each rank gets the number that is fastest for it alone, or fewer where these are clearly faster for all ranks
+    together. There are three exceptions. If the planner prescribes stages (``placement.wishes.divisions``), their
+    number is used. With ``placement.assemble_own`` there is one stage. In a backward whose keys are kept, ``kept`` are
+    the stages of the forward, and their number is used again. Times assume stages of equal size. ``work`` is in
+    nanoseconds, ``times`` are those of the pass, and ``peers`` are the ranks that exchange messages.
     """
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)

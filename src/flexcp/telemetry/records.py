@@ -64,7 +64,10 @@ class PassRecord:
     error: str = ""
 
     def mark(self) -> None:
-        """Take a time stamp; see the module for when a pass does."""
+        """Append a time stamp: on a GPU an event that is queued, not the time of this call.
+
+        The docstring of this module says at which points of a pass this is called.
+        """
         self.stamps.append(self.stamp())
 
     @contextmanager

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def report_plan(path: Path, plan: Plan, time: PlanTime | None = None) -> None:
-    """Write the page of one plan to ``path``; ``time`` is the plan's simulated time, by default that of its layers."""
+    """Write the HTML page of one plan to ``path``.
+
+    ``time`` is the simulated time that the page shows. By default all attention layers of the plan are simulated, with
+    neither the vocabulary projection nor the sum of gradients.
+    """
     with compiling("simulating and drawing the plan"):
         sections = [timed_plan(plan, time=time)]
     write(path, sections, f"{plan.label} on {plan.cluster}", about(plan))

@@ -1,13 +1,13 @@
 """Plan sharing: each step is planned by one rank, and the others read its plan from the group's store.
 
 Rank ``step % ranks`` plans a step. So planning is spread over the cores of all nodes, and a planner that may find
-different plans on different ranks plans a step only once. The training thread makes all calls to the store, each with a
-time limit, because a client that blocks would block all other users of the store. Whenever a rank takes a step, it puts
-its own finished plans into the store, and reads the plans of other ranks that are ready, so that its planner processes
-can derive its recipes ahead. The last reader of a plan deletes it. If planning fails, the error is shared instead, so
-that all ranks raise it.
+different plans on different ranks plans a step only once. The training thread waits for every call to the store, and
+every call has a time limit (:func:`through_store`), because a client that blocks would block all other users of the
+store. Whenever a rank begins a step, it puts its own finished plans into the store, and reads the plans of other ranks
+that are ready, so that its planner processes can derive its recipes (what it executes of a plan) ahead of time. The
+last reader of a plan deletes it. If planning fails, the error is shared instead, so that all ranks raise it.
 
-Every iteration has a run number of its own, counted in the store, so that plans left behind by an iteration that was
+Every iteration over the loader has a run number of its own, counted in the store, so that plans left behind by an iteration that was
 broken off are never used.
 """
 

@@ -39,9 +39,9 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
         planner, wish = pickle.loads(pipe.recv_bytes())
         from flexcp.data.planning.plan_orders import from_shared_bytes, fulfil, packed, with_recipes
     except Exception:  # unpickling runs the user's code; the training process raises any error of it with this text
-        pipe.send(("broken", traceback.format_exc()))
+        _tell(pipe, ("broken", traceback.format_exc()))
         return
-    pipe.send(("ready", ""))
+    _tell(pipe, ("ready", ""))
     while True:
         try:
             order = pipe.recv()
@@ -59,7 +59,15 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
             answer = ("failed", f"{type(error).__name__}: {error}")
         except Exception:  # the training process raises any other error with its traceback
             answer = ("failed", traceback.format_exc())
-        pipe.send((answer[0], time.perf_counter() - begin, answer[1]))
+        _tell(pipe, (answer[0], time.perf_counter() - begin, answer[1]))
+
+
+def _tell(pipe: Connection, answer: tuple[Any, ...]) -> None:
+    """Send the answer, or exit without a traceback if the parent ended before it could be sent."""
+    try:
+        pipe.send(answer)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)
 
 
 def _follow(lifeline_fd: int) -> None:

@@ -227,9 +227,11 @@ def best_move_to(search, i, here, to, best):
 
 @compiled_inline
 def rows_of_part(search, item, to, part):
-    """Return the first and last row (exclusive) of a part of an item of the worst bin, which may be empty.
+    """Return the rows ``lo, hi`` (``hi`` exclusive) of a part of an item of the worst bin.
 
-    An end has enough rows to remove the excess of the worst bin, or as many as fit into bin ``to``.
+    ``part`` is ``WHOLE``, or a tail or head by load or by rows. A tail or head has about as much of that as the worst
+    bin has too much, or as bin ``to`` has room for if that is less: at most the whole item, and no rows without excess
+    or room.
     """
     bins, ruler, grain, worst = search.bins, search.ruler, search.ruler.grain, item.bin
     if part == WHOLE:

@@ -1,11 +1,11 @@
-"""The forward kernel for Hopper (sm90) in Gluon: copy engine, asynchronous tensor cores, warp specialisation.
+"""The forward kernel for Hopper (sm90) in Gluon: TMA copies, asynchronous tensor cores, warp specialisation.
 
-There is one persistent program per multiprocessor. It takes tiles of 128 packed query rows in a *zigzag* through the
-list, so that the program with the longest tile of one round has the shortest of the next. Three partitions of warps
-work on a tile:
+There is one persistent program per multiprocessor that the launch may use. An item of its work is a tile of 128 packed
+query rows (each one token and one head) of a group of heads. Programs take items, the longest tiles first, in a
+*zigzag* through the list, so that the program with the longest tile of one round has the shortest of the next. Three
+partitions of warps work on a tile:
 
-    load       one warp: loads the queries, then the keys and values block by block, by the copy engine into rings of
-               buffers
+    load       one warp: loads the queries, then the keys and values block by block, by TMA into rings of buffers
     compute 0  one warp group: rows 0..63 of the tile
     compute 1  one warp group: rows 64..127
 
