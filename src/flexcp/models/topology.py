@@ -165,7 +165,7 @@ def _divides_heads(shape: Shape, tp: int) -> bool:
 
 
 def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None) -> Model:
-    """Return a rank's part of the model: its layers divided by ``pp``, and its feed-forward width by ``tp``, rounded up.
+    """Return a rank's part of the model: layers divided by ``pp``, and feed-forward width by ``tp``, rounded up.
 
     Raise ValueError if ``pp`` does not divide the layers. The message offers the values ``fits`` for ``pp``, by default
     all divisors of the layers.

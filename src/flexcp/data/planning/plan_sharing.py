@@ -7,8 +7,8 @@ store. Whenever a rank begins a step, it puts its own finished plans into the st
 that are ready, so that its planner processes can derive its recipes (what it executes of a plan) ahead of time. The
 last reader of a plan deletes it. If planning fails, the error is shared instead, so that all ranks raise it.
 
-Every iteration over the loader has a run number of its own, counted in the store, so that plans left behind by an iteration that was
-broken off are never used.
+Every iteration over the loader has a run number of its own, counted in the store, so that plans left behind by an
+iteration that was broken off are never used.
 """
 
 from __future__ import annotations
