@@ -10,10 +10,10 @@ mille. Three things cost time:
 - *links*: bytes at a port's bandwidth, a start-up cost per exchange and a small cost per message.
 
 Compute and transfers that overlap on one device slow each other down. How much depends on the *margin*, the number of
-multiprocessors that attention leaves free: a larger margin makes transfers faster and attention slower. A
-:class:`Contention` holds the slowdowns measured for one margin. Planners ignore contention, because it is nearly the
-same for all their candidates. The schedule uses it to choose a margin for every stage
-(:mod:`flexcp.schedule.execution`), and the event simulator applies it.
+multiprocessors that attention leaves free. A larger margin makes attention slower; with a smaller one than a transfer
+has blocks, attention waits for the transfer. A :class:`Contention` holds the slowdowns measured for one margin.
+Planners ignore contention, because it is nearly the same for all their candidates. The schedule uses it to choose a
+margin for every stage (:mod:`flexcp.schedule.execution`), and the event simulator applies it.
 
 The default values are analytic. Attention is fitted to one H200. With 560 per mille of peak, and 32,768 pairs (two
 tiles of 128 x 128) as the price of a row tile, the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal
