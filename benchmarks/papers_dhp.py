@@ -5,7 +5,8 @@ The paper compares with Megatron-LM, whose context parallelism is a ring, and wi
 with one degree for the run. Here these are zig-zag rings and ``ulysses`` with the best degree for all batches together,
 documents dealt by tokens, and data parallelism outside. Ulysses can have any degree that divides the query heads, so up
 to 32 for 32 heads; 28 heads allow 2 and 4 among the powers of two. ``usp``, heads and a ring, is in neither, but is
-mostly the strongest fixed method, so a third row has it, and gathers of keys. ``qwen2.5-vl-7b`` in these rows is its
+mostly the strongest fixed method, so a third row has it, gathers of keys, and
+documents dealt by load. ``qwen2.5-vl-7b`` in these rows is its
 language model alone with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on
 16 devices, and a fourth row over the best fixed method of each part, because planners plan encoder and language model
 apart.
@@ -76,6 +77,7 @@ def speed_ups(runs: Runs, seeds: int, counts: Sequence[int]) -> list[Row]:
             batches = [lengths_of(name, A_RANK * ranks, seed) for seed in range(seeds)]
             totals = {each: runs.least(where, batches, [each], step_ns)[1] for each in PLANNERS}
             methods_here = with_gathers(ranks)
+            methods_here[ANY] += runs.searched(where, batches)  # documents dealt by load too
             static = runs.over_static(where, batches, "auto", step_ns, also=methods_here[ANY])
             case = f"{ALONE.get(model, model)}, {name}, {ranks} devices"
             for whose, methods in methods_here.items():

@@ -93,7 +93,7 @@ def order(rows: Sequence[Row]) -> str:
     for layouts, words in (
         (rest, "the order is the simulated one"),
         (reversed_, "the order is the reverse of the simulated one"),
-        (open_, f"the two differ by no more than {SAME:.0%}, measured or simulated, which is no order"),
+        (open_, f"the measured or the simulated difference is no more than {SAME:.0%}, which is no order"),
     ):
         if layouts:
             told += f" With {' and with '.join(layouts)} {words}."

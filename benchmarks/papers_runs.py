@@ -20,6 +20,9 @@ from flexcp.planners.request import Refused, Request
 from flexcp.simulator.training import Simulation, simulate
 from simulated import Experiment, mean
 
+FEW = 7
+"""How often planning that takes less than a second is timed; the least counts."""
+
 Time = Callable[[Simulation], int]
 Maker = Callable[[Request], Plan]
 
@@ -157,7 +160,7 @@ class Runs:
         return OverStatic(mean(each), mean(one))
 
 
-def least_of_few(first: float, again: Callable[[], float], runs: int = 3) -> Timed:
+def least_of_few(first: float, again: Callable[[], float], runs: int = FEW) -> Timed:
     """Return the least of ``runs`` timings if the first took under a second, else the first alone."""
     if first >= 1:
         return Timed(first, 1)
@@ -168,7 +171,7 @@ def timing(*found: Timed) -> str:
     """Return how planning times were measured, in words."""
     runs = {one.runs for one in found}
     if len(runs) > 1:
-        return "measured, one core, least of 3 runs below a second, one run above"
+        return f"measured, one core, least of {max(runs)} runs below a second, one run above"
     return "measured, one core, " + ("one run each" if runs == {1} else f"least of {min(runs)} runs")
 
 

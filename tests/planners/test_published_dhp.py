@@ -17,7 +17,7 @@ from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal, full
 from flexcp.plan.placement import Placement
-from flexcp.planners.published.dhp import _times, dhp, least_slowest
+from flexcp.planners.published.dhp import _times, dhp, in_nodes, least_slowest
 from flexcp.planners.published.ranges import best_fit
 from flexcp.planners.request import Refused, Request
 from flexcp.shape import Shape
@@ -105,3 +105,18 @@ def test_too_little_memory_is_refused_by_name() -> None:
         dhp(asked([45, 20], 4, "10"))
     with pytest.raises(Refused, match="with max_tokens_per_rank=10"):
         dhp(asked([45, 20], 4, max_tokens_per_rank=10))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ([4, 2, 8, 10, 4, 2, 2], [10, 4, 2, 8, 4, 2, 2]),
+        ([3, 8, 1, 3, 1], [8, 3, 3, 1, 1]),
+        ([5, 5, 5, 1], [5, 1, 5, 5]),
+    ],
+    ids=["none crosses but the largest", "all inside", "one must cross"],
+)
+def test_groups_that_fit_into_a_node_seldom_cross_nodes(degrees: list[int], expected: list[int]) -> None:
+    order = in_nodes(degrees, 8)
+    assert sorted(order) == list(range(len(degrees)))
+    assert [degrees[group] for group in order] == expected

@@ -18,8 +18,8 @@ bandwidth. A rank alone has no communication.
 
 Memory is counted in tokens: `dhp:8192` says how many a rank holds. Otherwise it is ``max_tokens_per_rank``. Without a
 cap, several values are tried, from the least with which the groups fit the ranks to three times the mean, and the
-fastest by this cost model is taken. Groups are rings of neighbouring ranks, the largest first, so that few of them
-cross nodes. DHP's pool of communicators has no counterpart, because a group here is a part of the plan.
+fastest by this cost model is taken. Groups are rings of neighbouring ranks, in an order in which few of them cross
+nodes. DHP's pool of communicators has no counterpart, because a group here is a part of the plan.
 """
 
 from __future__ import annotations
@@ -54,13 +54,30 @@ def dhp(request: Request) -> Placement:
     refuse_layout(request, "dhp")
     refuse_tolerances(request)
     _, groups, degrees = _fastest(request)
-    order = sorted(range(len(groups)), key=lambda g: -degrees[g])
+    largest_first = sorted(degrees, reverse=True)
+    note = f"{len(groups)} groups of {', '.join(map(str, largest_first[:16]))}{', ...' * (len(groups) > 16)} ranks"
     free = request.ranks - sum(degrees)
-    note = (
-        f"{len(groups)} groups of {', '.join(str(degrees[g]) for g in order[:16])}{', ...' * (len(order) > 16)} ranks"
-    )
-    sizes, dealt = [degrees[g] for g in order] + [1] * free, [groups[g] for g in order] + [[]] * free
-    return in_rings(request, "dhp", sizes, dealt, note)
+    groups, degrees = groups + [[]] * free, degrees + [1] * free  # a rank without documents is a group of its own
+    order = in_nodes(degrees, request.cluster.ranks_per_node)
+    return in_rings(request, "dhp", [degrees[g] for g in order], [groups[g] for g in order], note)
+
+
+def in_nodes(degrees: list[int], ranks_per_node: int) -> list[int]:
+    """Return the groups in an order in which few of them cross nodes if they get neighbouring ranks.
+
+    Groups larger than a node come first. Then each place takes the largest group that fits into the rest of its node,
+    or the largest of all if none does.
+    """
+    left = sorted(range(len(degrees)), key=lambda group: -degrees[group])
+    order, used = list[int](), 0
+    while left:
+        room = ranks_per_node - used % ranks_per_node
+        fits = (group for group in left if degrees[group] <= room)
+        group = left[0] if degrees[left[0]] > ranks_per_node else next(fits, left[0])
+        left.remove(group)
+        order.append(group)
+        used += degrees[group]
+    return order
 
 
 def predicted_ns(request: Request) -> int:
