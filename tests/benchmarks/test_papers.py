@@ -185,7 +185,7 @@ def test_speed_of_fcp_is_over_rivals_rings_and_any_fixed_method(monkeypatch: pyt
     monkeypatch.setattr(papers_fcp, "LENGTHS", ("bimodal",))
     monkeypatch.setattr(papers_fcp, "_evenness", lambda *_: [])
     times = {"hdp": 30, "wlb": 40, "ring_32": 50, "zigzag_32": 20, "zigzag_16": 15, "ulysses_8": 12}
-    runs: Any = ToldRuns(fcp_2048=12, fcp_4096=11, fcp_6144=10, auto=8, **times)
+    runs: Any = ToldRuns(fcp_2048=12, fcp_4096=11, fcp_6144=10, fcp_8192=11, auto=8, **times)
     rows = papers_fcp.speed_ups(runs, (32,), 1)
     speed = [(row.part, row.planner, verdict) for row, verdict in zip(rows, verdicts(rows), strict=True)][:3]
     assert speed == [
