@@ -170,6 +170,17 @@ def test_one_rank_and_too_long_a_document() -> None:
     assert "document 0 has 100,000 tokens" in str(result.exception)
 
 
+def test_a_document_longer_than_the_step_that_was_asked_for_is_told() -> None:
+    asked = ["advise", "100,6000", "--cluster", "h100:1x2", "--max-tokens-per-rank", "4k", "--tokens-per-step"]
+    assert str(CliRunner().invoke(app, [*asked, "5999"]).exception) == (
+        "document 1 has 6,000 tokens, more than a step of 5,999 holds; raise --tokens-per-step to 6,000 or more, "
+        "or cut such documents"
+    )
+    assert CliRunner().invoke(app, [*asked, "6000"]).exit_code == 0
+    longer_than_the_default_step = ["advise", "100,7900", *asked[2:-1]]
+    assert CliRunner().invoke(app, longer_than_the_default_step).exit_code == 0
+
+
 def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> None:
     """Not only in a pass that is simulated: here it is the last of many passes."""
     file = tmp_path / "lengths.txt"

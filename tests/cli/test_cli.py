@@ -432,3 +432,9 @@ def test_every_mask_of_a_model_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_
     assert json.loads(result.stdout) == {"out": 0.1, "bytes_match": True, "passed": False, "masks": each}
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1 and "layers with the mask 'window':" in result.stdout
+
+
+def test_plan_and_simulate_take_the_same_heads_where_none_are_given() -> None:
+    words = ["--lengths", "500,3", "--ranks", "2", "--strategy", "ring"]
+    assert "; 32 / 8 heads of 128; " in CliRunner().invoke(app, ["plan", *words]).stdout.splitlines()[0]
+    assert "32 / 8 heads of 128" in CliRunner().invoke(app, ["simulate", *words]).stdout

@@ -294,7 +294,10 @@ def _memory(advice: Advice, passes: Sequence[Sequence[int]], tell: Callable[[str
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
-    """Raise ValueError if the data has a document that all ranks together cannot keep."""
+    """Raise ValueError if the data has a document that all ranks together cannot keep, or that is longer than a step.
+
+    A document may be longer than the default step, which leaves some of the room of the ranks free.
+    """
     room = question.max_tokens_per_rank * question.cluster.ranks
     longer = [number for number, length in enumerate(lengths) if length > room]
     if longer:
@@ -304,6 +307,12 @@ def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
             f"document {first} has {lengths[first]:,} tokens{more}: {question.cluster.ranks} ranks of at most "
             f"{question.max_tokens_per_rank:,} tokens keep {room:,} together; raise --max-tokens-per-rank to "
             f"{-(-max(lengths) // question.cluster.ranks):,}, use more ranks, or cut such documents"
+        )
+    longest, step = max(lengths), question.tokens_per_step
+    if step < min(longest, question.most_tokens):
+        raise ValueError(
+            f"document {list(lengths).index(longest)} has {longest:,} tokens, more than a step of {step:,} holds; "
+            f"raise --tokens-per-step to {longest:,} or more, or cut such documents"
         )
 
 

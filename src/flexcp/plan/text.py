@@ -56,12 +56,13 @@ def picture(plan: Plan) -> str:
 
 
 def _title(plan: Plan) -> str:
-    """Return the first line of the picture: hash, strategy, cluster, documents, tokens and masks."""
+    """Return the first line of the picture: hash, strategy, cluster, documents, tokens, heads and masks."""
     batch = plan.batch
     masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
     return (
         f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {count_of(batch.documents, 'document')}, "
-        f"{count_of(batch.tokens, 'token')}{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
+        f"{count_of(batch.tokens, 'token')}{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; "
+        f"{plan.shape.heads} / {plan.shape.kv_heads} heads of {plan.shape.head_dim}; {masks}"
     )
 
 

@@ -196,9 +196,13 @@ def _todo(advice: Advice) -> list[str]:
         if advice.verdict == "swap"
         else f'Use flexcp\'s loader (layout="free") with strategy="{answer.name}".'
     )
+    balanced = (
+        'deal the documents of a step to them and plan each with layout="contiguous".'
+        if advice.verdict == "swap"
+        else "planner.micro_batches(...) balances them."
+    )
     micro = (
-        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: "
-        "planner.micro_batches(...) balances them."
+        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: {balanced}"
         if q.micro_batches > 1
         else "One pass a step fits; no micro-batches."
     )

@@ -156,7 +156,7 @@ def check_framework(framework: str) -> None:
     if framework not in FRAMEWORKS:
         close = difflib.get_close_matches(framework, FRAMEWORKS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown framework {framework!r}: {hint}known ones are {', '.join(FRAMEWORKS)}")
+        raise ValueError(f"unknown framework {framework!r}: {hint}known ones are {', '.join(FRAMEWORKS)}, or all")
 
 
 def code_lines(framework: str, lines: Lines) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def plan(
 
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
-    planner, lengths = asked.taken(asked.made_planner((32, 32, 128)))
+    planner, lengths = asked.taken(asked.made_planner((32, 8, 128)))
     times, found = [], None
     with compiling():
         for _ in range(1 + (REPEATS if as_json else 0)):
