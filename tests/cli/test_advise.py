@@ -614,3 +614,11 @@ def test_gradient_sync_is_that_of_the_options(tmp_path: Path) -> None:
     assert none == 0 < exposed and hidden <= exposed
     with pytest.raises(ValueError, match="--sync is fsdp, allreduce, none; got 'nope'"):
         invoke(*words, "--sync", "nope")
+
+
+def test_a_length_in_quotes_is_no_text(tmp_path: Path) -> None:
+    """A tokenizer would count the tokens of its digits."""
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"length": 500}\n{"length": "800"}\n')
+    with pytest.raises(ValueError, match=r"line 2: length is the text '800'; write lengths as numbers, without quotes"):
+        document_lengths(str(file), None, None)

@@ -323,6 +323,10 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
+            if wrapper.endswith("own count"):  # as a script that makes the keywords itself has them
+                given = {name: value for name, value in given.items() if name != "gradients"} | {
+                    "num_items_in_batch": 9
+                }
             output = model(**(given | more.get(wrapper, {})))
             loss = output[0]
             if wrapper == "DDP, own loss":

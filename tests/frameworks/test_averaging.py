@@ -186,6 +186,8 @@ def test_a_hugging_face_loss_can_be_averaged(two: RankPool, gradients: Gradients
         ("summed", "DDP", r"DistributedDataParallel averages .* 1/2 of .*gradients='averaged'"),
         ("summed", "DDP, registered", r"DistributedDataParallel averages .* 1/2 of .*gradients='averaged'"),
         ("averaged", "DDP, another count", r"num_items_in_batch=99 is not what flexcp made .*To accumulate gradients"),
+        ("averaged", "DDP, own count", r"num_items_in_batch=9 beside a step on 2 ranks does not say how gradients are"),
+        ("averaged", "FSDP2, own count", r"num_items_in_batch=9 beside a step on 2 ranks does not say how gradients"),
         ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
         ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
         (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,17 @@ def test_rows_may_be_padded_on_either_side_or_hold_nothing() -> None:
 def test_batches_that_contradict_themselves_are_refused(fields: dict[str, list[list[int]]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_batch(batch(**fields))
+
+
+def test_labels_of_padding_are_warned_of() -> None:
+    """Transformers alone would train on them."""
+    padded = {"input_ids": torch.arange(1, 5)[None], "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    with pytest.warns(UserWarning, match=r"1 padding tokens have labels: .*masked_fill\(attention_mask == 0, -100\)"):
+        read_batch(padded | {"labels": padded["input_ids"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_batch(padded | {"labels": torch.tensor([[1, 2, 3, -100]])})
+        read_batch(padded)
 
 
 def test_a_mask_of_another_kind_is_refused() -> None:

@@ -10,7 +10,8 @@ from flexcp.data.lengths import JSONL, parse_lengths, refuse_other_counts, token
 from flexcp.io.json_files import json_line
 from flexcp.io.plain_values import shown, shown_names
 
-FIELDS = ("input_ids", "tokens", "text", "content", "length")
+LENGTH = "length"
+FIELDS = ("input_ids", "tokens", "text", "content", LENGTH)
 """Fields of a JSON object or row in which a document is searched, in this order, if no field is named."""
 EVERY = 10_000
 
@@ -68,6 +69,8 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
         value = record[name]
         refuse_other_counts(record, value, field is not None, where)
     if isinstance(value, str):
+        if isinstance(record, dict) and name == LENGTH:
+            raise ValueError(f"{where}: length is the text {shown(value)}; write lengths as numbers, without quotes")
         if count is None:
             raise ValueError(f"{where} is a text; name a tokenizer with --tokenizer to count its tokens")
         value = count(value)

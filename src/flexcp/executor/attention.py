@@ -241,5 +241,6 @@ def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> st
         return ""
     return (
         '; cut the batch with step.shard, or plan with layout="contiguous" if every rank cuts its own part, by '
-        "stream.tensor_split(ranks)[rank]"
+        f"stream.tensor_split(ranks)[rank]; the plan's lengths add up to {step.plan.batch.tokens} tokens, so a stream "
+        "with pads needs them as a document of its own, or has to leave them out"
     )

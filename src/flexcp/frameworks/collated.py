@@ -8,6 +8,7 @@ whose parts contradict each other are refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +93,23 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
     if not said:
         _refuse_holes(keep)
         lengths = [n for n in keep.sum(1).tolist() if n]
+    if mask is not None and batch.get("labels") is not None:
+        _warn_of_labels_of_padding(labels[~keep])
     tokens, kept = ids[keep], labels[keep]
     refuse_shifted(tokens, kept, next_in_document(tokens, lengths), IGNORE, "flexcp")
     return Collated(tokens, next_in_document(kept, lengths), lengths, keep)
+
+
+def _warn_of_labels_of_padding(labels: Tensor) -> None:
+    """Warn if padding has labels that count, on which Transformers alone would train, and flexcp does not."""
+    count = int((labels != IGNORE).sum())
+    if count:
+        warnings.warn(
+            f"{count} padding tokens have labels: Transformers alone would train on them, and flexcp leaves padding "
+            f"out, so losses differ. Give padding the label {IGNORE}: labels.masked_fill(attention_mask == 0, "
+            f"{IGNORE})",
+            stacklevel=3,
+        )
 
 
 def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:

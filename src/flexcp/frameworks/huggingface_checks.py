@@ -134,8 +134,10 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
     if keywords.get("labels") is not None:
         with step.collectives.checking("the model's forward"):
             _refuse_other_labels(keywords["labels"], keywords["shift_labels"], keywords.get("num_items_in_batch"), step)
-    if keywords.get("labels") is not None and "gradients" in keywords:
+    if keywords.get("labels") is not None and keywords.get("gradients") is not None:
         _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
+    elif keywords.get("labels") is not None and "gradients" not in keywords:
+        _refuse_unsaid_gradients(keywords.get("num_items_in_batch"), step)
     if any(full() in mask.rules for mask in step.plan.batch.masks) and any(
         getattr(part, "is_causal", False) is True for part in module.modules()
     ):
@@ -206,6 +208,22 @@ def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
         f"num_items_in_batch={count} is not what flexcp made with these labels, which under gradients={gradients!r} "
         f"also holds the {step.cp_size} ranks: leave it as it is. To accumulate gradients, multiply each loss by the "
         "labels of its batch / those of all batches"
+    )
+
+
+def _refuse_unsaid_gradients(count: Any, step: Step) -> None:
+    """Raise ValueError if the loss is divided by the user's own ``count`` and nothing says how gradients are reduced.
+
+    The rank's sum / the labels of all ranks is right if gradients are summed over ranks, and too small by their number
+    if DDP or FSDP2 averages them.
+    """
+    if count is None or isinstance(count, ValidLabels) or step.cp_size == 1 or not torch.is_grad_enabled():
+        return
+    raise ValueError(
+        f"num_items_in_batch={count} beside a step on {step.cp_size} ranks does not say how gradients are reduced: "
+        "take the keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels, gradients='averaged') (DDP, "
+        "and FSDP2 without sum_gradients) or gradients='summed', or pass gradients='summed' beside your own count, "
+        "which is then that of all ranks"
     )
 
 
@@ -325,7 +343,7 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
     if not isinstance(step, Step):
         return None
     if _loss_of(output, keywords) is not None:
-        output = with_shared_router_loss(module, output, step, keywords.get("gradients", "summed"))
+        output = with_shared_router_loss(module, output, step, keywords.get("gradients") or "summed")
     loss = _loss_of(output, keywords)
     if torch.compiler.is_compiling():
         if loss is not None:
@@ -337,7 +355,7 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
             raise RuntimeError(f"{step!r} was given to {type(module).__name__}, but {passed}")
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
-    if loss is not None and loss.requires_grad and "gradients" in keywords:
+    if loss is not None and loss.requires_grad and keywords.get("gradients") is not None:
         step.losses.check_reduction(keywords["gradients"])
     if loss is not None:
         step.losses.say(loss)

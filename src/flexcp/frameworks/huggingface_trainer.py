@@ -173,8 +173,8 @@ class FlexcpTrainer(Trainer):
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found = prepared(self._prepare_inputs(inputs), self._planner, **self._options)
         self._note(found["step"])
-        del found["gradients"]  # the Trainer itself scales losses for averaged gradients
-        return found | {"num_items_in_batch": found["num_items_in_batch"].count}
+        # The Trainer itself scales losses for averaged gradients, which None says.
+        return found | {"gradients": None, "num_items_in_batch": found["num_items_in_batch"].count}
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
