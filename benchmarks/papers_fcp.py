@@ -8,8 +8,9 @@ both a ring of contiguous parts and a zig-zag ring are among the rivals. Two bas
 stronger: zig-zag rings of any size that holds a document of 512K tokens, with data parallelism outside, as a trainer
 would be configured; and the best fixed method of any kind.
 
-Where attention is timed over baselines or against one GPU, `fcp` has the fastest of blocks of 2,048, 4,096 and 6,144
-tokens, as `dcp` has its fastest size; bytes, balance, the ablation and planning are those of 4,096, the paper's size.
+Where attention is timed over baselines or against one GPU, `fcp` has the fastest of blocks of 2,048, 4,096, 6,144 and
+8,192 tokens, as `dcp` has its fastest size; bytes, balance, the ablation and planning are those of 4,096, the paper's
+size.
 """
 
 from __future__ import annotations

@@ -73,7 +73,13 @@ LIMITS = (
     "and copies are those of one GPU.",
     "- Bytes of figures 16, 18 and 19 are judged between nodes. The rows also have all bytes, of which `auto` moves "
     "more than `dcp`.",
-    "- Figure 17 times our writing of DCP's planner, not its code, which takes seconds.",
+    "- Figure 17 times our writing of DCP's planner, not its code, which takes seconds. It is partitioned by "
+    "Mt-KaHyPar with its deterministic preset, one thread and one seed, where DCP's code has KaHyPar and Mt-KaHyPar: "
+    "another partitioner or seed gives other bytes, balance and planning times.",
+    "- The abstract's ranges beside figures 12b and 13 are of the paper's machine and of LongDataCollections. They do "
+    "not cover LongAlign, whose rows, in no figure of the paper, are a third of the comparisons of time.",
+    "- The degree of a fixed method is preselected by the closed form, of which the nearest are simulated, here and in "
+    "FCP's rows: a better one may be missed, and *over static* be slightly too large.",
     "- Figures 16, 18 and 19: two batches instead of 200, and DCP's separate tolerance for memory, which its code also "
     "sweeps, has no counterpart in one weight. `auto` looks for the least time, not for few bytes.",
     "- Figures 1 and 21 are profiles of a run, and our notes do not say what they count as waiting. By the artifact's "
@@ -90,6 +96,12 @@ LIMITS = (
     "- Our notes do not say whether 1.13 to 2.21 is over the best rival or over each. The rows are over the best.",
     "- Outside the ablation's first two rungs ports never crowd, so FCP's rounds gain nothing in any row about time, "
     "and `auto`, rings and rivals pay nothing for sending without them.",
+    "- FCP's pipeline, block by block with three buffers, is replaced by flexcp's stages, at most four, in all rows of "
+    "time and in the rung *pipeline*.",
+    "- *Speed*, *MFU* and *scaling* rows place tokens freely, so that nobody pays for a reshuffle there, which FCP's "
+    "full system has. The last rung of the ablation shows how much of `fcp`'s and of `auto`'s MFU an unhidden one "
+    "costs.",
+    "- Planning times of `fcp` include its rounds in both directions, those of `auto` no rounds.",
     "- Attention rows ask for equal tokens on all ranks. Methods that deal whole documents reach that with padding "
     "that costs nothing here; `fcp` may be an eighth over the mean.",
     "- The box has 4 ranks, kernels replaced by waits, and FCP's blocks of 1,024 tokens. Its order says nothing about "
@@ -101,6 +113,9 @@ LIMITS = (
     "the paper alone.",
     "- `dhp` puts groups that fit into a node inside one where the order of the groups allows it; our notes do not say "
     "where DHP puts them.",
+    "- `dhp` chooses memory and degrees with its closed form, whose coefficients are not fitted to the simulator that "
+    "judges it and which errs by more than the published one (*cost model*): its plans are probably worse than with "
+    "fitted coefficients, and `auto`'s lead larger.",
     "- DeepSpeed's Ulysses has degrees here that divide the query heads, with 28 heads no more than 4 among the powers "
     "of two. Public DeepSpeed can also split heads unevenly; that is not simulated, so ratios over DeepSpeed with 28 "
     "heads are probably too large.",

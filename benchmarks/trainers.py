@@ -23,7 +23,7 @@ def failed_tests(steps: int) -> set[str]:
     failed = set()
     for environment in sorted({trainer.environment for trainer in TRAINERS}):
         tests = sorted({test for trainer in TRAINERS if trainer.environment == environment for test in trainer.tests})
-        failed |= {test for test in tests if test not in _passed(environment, tests, steps)}
+        failed |= set(tests) - _passed(environment, tests, steps)
     return failed
 
 
