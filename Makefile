@@ -20,7 +20,7 @@ test:
 tests: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# All tests, those marked long included; half as long again as make tests.
+# All tests, also those that make tests leaves out (tests/long_tests.py).
 test-all: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --long
 

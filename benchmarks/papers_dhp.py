@@ -5,11 +5,10 @@ The paper compares with Megatron-LM, whose context parallelism is a ring, and wi
 with one degree for the run. Here these are zig-zag rings and ``ulysses`` with the best degree for all batches together,
 documents dealt by tokens, and data parallelism outside. Ulysses can have any degree that divides the query heads, so up
 to 32 for 32 heads; 28 heads allow 2 and 4 among the powers of two. ``usp``, heads and a ring, is in neither, but is
-mostly the strongest fixed method, so a third row has it, gathers of keys, and
-documents dealt by load. ``qwen2.5-vl-7b`` in these rows is its
-language model alone with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on
-16 devices, and a fourth row over the best fixed method of each part, because planners plan encoder and language model
-apart.
+mostly the strongest fixed method, so a third row has it, gathers of keys, and documents dealt by load.
+``qwen2.5-vl-7b`` in these rows is its language model alone with a causal mask; :func:`video` has models with their
+encoders and spans that see both ways, on 16 devices, and a fourth row over the best fixed method of each part, because
+planners plan encoder and language model apart.
 *Unbalanced* batches have one document with half of all tokens among short ones, our interpretation of the paper's
 extremely unbalanced batches, whose lengths are not published.
 """

@@ -30,7 +30,7 @@ from flexcp.cost import CostModel
 from flexcp.data.document_lengths import document_lengths
 from flexcp.masks import causal, window
 from flexcp.models.find import find_model
-from flexcp.report.advice_words import _documents, _setting
+from flexcp.report.advice_words import _documents, _setting, _todo
 from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import StepTime
@@ -328,6 +328,23 @@ def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns
     assert found.margin == 0.08, "a test of other cases"
     assert (found.verdict, found.pays[: len(says)]) == (verdict, says)
     assert found.chosen is {"static": found.static, "swap": swap, "free": free}[verdict]
+
+
+@pytest.mark.parametrize(
+    ("swap_ns", "words"),
+    [(700, 'plan each with layout="contiguous".'), (1000, "planner.micro_batches(...) balances them.")],
+    ids=["swap", "loader"],
+)
+def test_micro_batches_are_made_in_the_layout_that_is_advised(swap_ns: int, words: str) -> None:
+    """The planner's own micro-batches have no layout."""
+    static, swap, free = (
+        answer_of(name, [[ns, 0, 0, 0]] * 4, [1] * 4)
+        for name, ns in (("zigzag", 1000), ("auto contiguous", swap_ns), ("auto", 700))
+    )
+    found = replace(advice_on(static, free, 600), swap=swap)
+    found = replace(found, question=replace(found.question, tokens_per_step=1000))
+    [told] = (line for line in _todo(found) if line.startswith("Make 3 micro-batches a step of 1,000 tokens: "))
+    assert told.endswith(words)
 
 
 @pytest.mark.parametrize("below", [1, 60])

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from lib.trainer_table import COLUMNS, FAILED, ROOT, TESTS, TRAINERS, table
-from trainers import BEGIN, END, written
+from trainers import BEGIN, END, failed_tests, written
 
 PAGE = (ROOT / "docs" / "trainers.md").read_text()
 
@@ -43,3 +43,16 @@ def test_a_test_that_failed_is_in_the_table_and_other_words_are_kept() -> None:
     page = written(PAGE, "words")
     assert f"{BEGIN}\n\nwords\n\n{END}" in page
     assert page.startswith("# Which trainer") and len(page) < len(PAGE)
+
+
+def test_all_tests_of_an_environment_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them did not pass is what fails, skipped ones too."""
+    ran: list[str] = []
+
+    def passed(environment: str, tests: list[str], steps: int) -> set[str]:
+        ran.append(environment)
+        return set(tests) - {TRAINERS[0].works["resume"]}
+
+    monkeypatch.setattr("trainers._passed", passed)
+    assert failed_tests(4) == {TRAINERS[0].works["resume"]}
+    assert ran == sorted({trainer.environment for trainer in TRAINERS})

@@ -180,6 +180,7 @@ def test_a_wrong_token_count_names_the_rank(pool: RankPool) -> None:
         assert f"q has shape ({rows + 1}, {HEADS}, {HEAD_DIM})" in message
         assert f"rank {rank}" in message
         assert f"({rows}, {HEADS}, {HEAD_DIM})" in message
+        assert f"the plan's lengths add up to {plan.batch.tokens} tokens, so a stream with pads needs them" in message
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

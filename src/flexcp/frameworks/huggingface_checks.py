@@ -215,7 +215,8 @@ def _refuse_unsaid_gradients(count: Any, step: Step) -> None:
     """Raise ValueError if the loss is divided by the user's own ``count`` and nothing says how gradients are reduced.
 
     The rank's sum / the labels of all ranks is right if gradients are summed over ranks, and too small by their number
-    if DDP or FSDP2 averages them.
+    if DDP or FSDP2 averages them. A caller that scales the loss itself, as the Trainer does, passes ``gradients=None``,
+    and this is not called.
     """
     if count is None or isinstance(count, ValidLabels) or step.cp_size == 1 or not torch.is_grad_enabled():
         return

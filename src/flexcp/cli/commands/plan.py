@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli.shared import options as o
+from flexcp.cli.shared.model_and_cluster_options import HEADS
 from flexcp.cli.shared.plan_options import PlanOptions
 from flexcp.cli.shared.progress import compiling
 from flexcp.cli.shared.reports import report_plan
@@ -36,7 +37,7 @@ def plan(
 
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
-    planner, lengths = asked.taken(asked.made_planner((32, 8, 128)))
+    planner, lengths = asked.taken(asked.made_planner(HEADS))
     times, found = [], None
     with compiling():
         for _ in range(1 + (REPEATS if as_json else 0)):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 4096
 """The most ranks that a command plans for; tables of bytes have a cell for every pair of ranks."""
+HEADS = (32, 8, 128)
+"""Query heads, KV heads and head size where neither a model nor numbers are given."""
 HEAD_DIM = 128
 """Head size of a model given by numbers, if neither ``--hidden`` nor ``--head-dim`` is given."""
 

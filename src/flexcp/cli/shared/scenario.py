@@ -11,7 +11,7 @@ import typer
 
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions
-from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
+from flexcp.cli.shared.model_and_cluster_options import HEADS, ClusterOptions, ModelOptions
 from flexcp.cli.shared.option_groups import OptionGroup
 from flexcp.cli.shared.parallel import ParallelOptions
 from flexcp.cli.shared.step_options import StepOptions
@@ -102,7 +102,7 @@ class ScenarioOptions(OptionGroup):
         if cap is not None and cap < 1:
             raise ValueError(f"--max-tokens-per-rank is at least 1; got {cap}")
         found = o.cost_of(self.cost)
-        where, heads = found.on(self.cluster.found()), self.model.attention((32, 8, 128))
+        where, heads = found.on(self.cluster.found()), self.model.attention(HEADS)
         divided = self.parallel.divided(where, heads, self.model.whole())
         where, preset, rule = divided.topology.cluster, divided.preset, self.batch.rule
         with self.naming_ranks():
