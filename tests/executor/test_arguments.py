@@ -1,4 +1,6 @@
-"""Proves that a wrong argument of attention, a step or bind ends in one line that names it, before anything runs."""
+"""Proves that a wrong argument of attention, a step or bind raises an error of one line that names it, before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_a_label_outside_of_the_vocabulary_is_named(step: flexcp.Step, label: in
 
 
 def test_two_marks_of_rows_without_a_label_lead_to_one(step: flexcp.Step) -> None:
-    """Labels of one's own mark rows by -1, and step.labels ends of documents by -100: neither ignore= is enough."""
+    """The user's labels mark ignored rows by -1, and step.labels marks ends of documents by -100: one ignore= cannot
+    cover both.
+    """
     given = torch.arange(TOKENS)
     given[2:4] = -1
     for ignore in (-100, -1):

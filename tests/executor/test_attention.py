@@ -1,8 +1,8 @@
-"""Proves flexcp.attention: what it accepts, what it refuses and how, and what a caller can rely on around the numbers.
+"""Proves flexcp.attention: what it accepts, what it refuses and how, and what a caller can rely on besides the numbers.
 
-The numbers themselves are the matrix's job. Here: refusals name the value; views, several masks, sinks, LSE gradients
-and recomputation give what torch's autograd gives on one process; two runs are bitwise the same; bytes sent are the
-plan's for every pair of ranks.
+tests/benchmarks/test_matrix.py checks the numbers under all strategies. Here: refusals name the value; views, several
+masks, sinks, LSE gradients and recomputation give what torch's autograd gives on one process; two runs are bitwise the
+same; bytes sent are the plan's for every pair of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plan_for(
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Random q, k, v of the stream, the gradients that come back, and sinks."""
+    """Return random q, k, v of all tokens, gradients of the output and the LSE, and sinks."""
     generator = torch.Generator().manual_seed(0)
     sizes = {
         "q": (TOKENS, HEADS, HEAD_DIM),
@@ -57,7 +57,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def dense(
     mask: Mask, *, softcap: float | None = None, sinks: bool = False, dlse: bool = True, do: bool = True
 ) -> Arrays:
-    """One process, plain torch, document by document, gradients by autograd."""
+    """Compute attention in plain torch on one process, document by document, with gradients by autograd."""
     given = inputs()
     q, k, v, sink = (given[n].clone().requires_grad_() for n in ("q", "k", "v", "sinks"))
     outs, lses = [], []
@@ -88,8 +88,9 @@ def one_rank(**more: Any) -> tuple[Step, dict[str, Tensor]]:
 
 
 def under_step(step: Step, *, dtype: torch.dtype = torch.float64, **options: Any) -> Arrays:
-    """Forward and backward of one call, gathered; ``use`` says which results get a gradient,
-    ``strided`` how inputs are stored.
+    """Run forward and backward of one call and gather the results.
+
+    ``use`` says which results get a gradient, ``strided`` whether inputs are not contiguous.
     """
     given = inputs(dtype)
     use, strided = options.pop("use", ("out", "lse")), options.pop("strided", False)
@@ -263,7 +264,7 @@ def test_an_unknown_mask_name_is_refused() -> None:
 
 
 def test_a_layer_of_several_masks_must_say_which() -> None:
-    """The first mask would be some other layer's."""
+    """Without a name, the first mask might be taken for a layer that needs another one."""
     step, given = one_rank(masks={"full": (flexcp.full(), 1), "window": (flexcp.window(4), 3)})
     with pytest.raises(ValueError, match=r"'full' \(full\), 'window' \(window of 5 keys\).*mask='full'.*window="):
         flexcp.attention(**given, step=step)

@@ -1,7 +1,7 @@
-"""Proves attention as an operator: torch's own checks, no graph break, few compilations, masks by a layer's window, the
-life of a step.
+"""Proves attention as a torch operator: torch's own checks, no graph break, few compilations, masks chosen by a layer's
+window, and how long a step is kept alive.
 
-The numbers under compile, recompute and FSDP2 on ranks are in tests/frameworks.
+The numbers under compile, recomputation and FSDP2 on several ranks are checked in tests/frameworks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MASKS = {"full": (flexcp.causal(), 1), "window": (flexcp.window(4), 1)}
 
 
 def test_a_compiled_model_has_no_graph_break_and_compiles_twice() -> None:
-    """Once for the first sizes, once for any; other steps, other plans, the same graph."""
+    """It compiles once for the first sizes and once for dynamic sizes; other steps and plans use the same graph."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)

@@ -1,5 +1,5 @@
-"""Proves edges by hand and against sequences laid out one by one: who follows whom, counts, weights,
-and log-probabilities in chunks.
+"""Proves the edges of token trees (a token and one that follows it) against hand-made values and against the sequences
+laid out one by one: which token follows which, counts, weights, and log-probabilities computed in chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexcp.plan.plan import Plan
 TREE = flexcp.tree([-1, 0, 1, 0], [2, 1, 2, 3], ends=[3, 1, 2, 3])
 """Tokens 0 1 | 2 | 3 4 and 5 6 7; sequences 0 1 5 6 7 (twice), 0 1 2 and 0 1 2 3 4."""
 PATHS = [[3, 4, 8, 9, 10], [3, 4, 5], [3, 4, 5, 6, 7], [3, 4, 8, 9, 10]]
-"""The tree's sequences behind a plain document of 3 tokens."""
+"""The tree's sequences when the tree follows a plain document of 3 tokens."""
 IDS = torch.tensor([5, 1, 2, 9, 8, 7, 6, 5, 4, 3, 2])
 LOGITS = torch.randn(11, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -97,7 +97,9 @@ def test_weights_are_sums_over_sequences(ids: Tensor, per: Any, given: str) -> N
 
 
 def on_rank(group: dist.ProcessGroup, plan: Plan) -> tuple[list[Tensor], Tensor, Tensor, int]:
-    """(Log-probabilities by sequence, this rank's share of the mean, the logits' gradient, pairs)."""
+    """Return (log-probabilities by sequence, this rank's share of the mean loss, the logits' gradient, number of
+    pairs).
+    """
     step = flexcp.bind(plan, group)
     logits = step.shard(LOGITS).requires_grad_()
     edges = step.edges(IDS)
@@ -128,7 +130,7 @@ def test_log_probs_and_losses_of_ranks(pool: RankPool, ranks: int, options: dict
 
 
 def test_log_probs_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without an edge, with several, and the same edge twice, on chunk borders of every size."""
+    """Rows without an edge, with several edges, and with the same edge twice, for chunks of several sizes."""
     rows, labels = torch.tensor([0, 0, 2, 2, 2, 6]), torch.tensor([1, 1, 0, 3, 3, 11])
     scale = torch.arange(1.0, 7, dtype=torch.float64)
     full = LOGITS.clone().requires_grad_()
@@ -153,7 +155,7 @@ def test_low_precision_logits_are_widened() -> None:
 
 
 def test_a_share_may_count_a_row_once_for_each_sequence(pool: RankPool) -> None:
-    """The prompt's rows stand for all sequences, so a rank has more pairs than rows."""
+    """The prompt's rows belong to all sequences, so a rank can have more pairs of edge and sequence than rows."""
     plan = planned(2, layout="contiguous")
     assert pool.run(share_of_pairs, plan, ranks=2) == [True, True]
 

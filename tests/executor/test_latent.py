@@ -1,7 +1,7 @@
-"""Proves the messages of latents: rows in two dtypes share one message and come back as they were,
-whatever their number and width.
+"""Proves the messages of latent attention: rows in two dtypes share one message and come back with the right values.
 
-Attention over them is tests/frameworks/test_mla.py's; ranks that stall or make other calls are test_failures.py's.
+Attention over latents is tested in tests/frameworks/test_mla.py; ranks that stall or make different calls in
+test_failures.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Echo:
 def test_partial_and_final_rows_of_a_peer_are_one_message() -> None:
     final, partial = np.array([4, 0, 2]), np.array([1, 3])
     blocks = _blocks({(2, False): [final], (2, True): [partial[:1], partial[1:]], (1, False): [final]})
-    form = (5, torch.bfloat16, torch.float32)  # 3 x 5 bfloat16 end where no float32 may begin
+    form = (5, torch.bfloat16, torch.float32)  # 3 x 5 bfloat16 end at an offset that is not aligned for float32
     (call,) = _calls(Stage(blocks, blocks), *form)
     assert call.sends == call.receives == ((1, 0, 3 * 5 * 2), (2, 0, 3 * 5 * 2 + 2 * 5 * 4))
     assert _calls(Stage(), *form) == ()

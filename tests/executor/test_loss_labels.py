@@ -1,5 +1,5 @@
-"""Proves what a step makes of labels and counts: pads never count, tokens in the place of labels are warned of, labels
-that would be shifted twice are refused, and so is a count that is not this rank's own.
+"""Proves how a step handles labels and counts of labels: pads never count, tokens passed as labels cause a warning, and
+labels that would be shifted twice are refused, as is a count that is not this rank's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LENGTHS, VOCABULARY = [21, 6, 1, 12], 11
 TOKENS = sum(LENGTHS)
 IDS = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(0))
 ACROSS = IDS.roll(-1)
-"""Labels without a border, as of a script that knows of no documents."""
+"""Labels shifted across document borders, as by a script that does not know about documents."""
 SHIFTED = torch.cat([torch.cat([t[1:], torch.tensor([-100])]) for t in IDS.split(LENGTHS)])
 LOGITS = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -34,7 +34,7 @@ def planned(strategy: str = "blocks", **options: Any) -> Plan:
 
 
 def on_pads(group: dist.ProcessGroup, plan: Plan) -> tuple[int, float]:
-    """(Pads of this rank, its loss with labels at them that a vocabulary has)."""
+    """Return (this rank's pads, its loss when labels at pads are valid tokens)."""
     step = flexcp.bind(plan, group)
     labels = step.shard(SHIFTED.clamp(min=0), pad=3)
     return int((step.indices < 0).sum()), step.loss(step.shard(LOGITS), labels, without_attention=True).item()
@@ -48,7 +48,7 @@ def test_labels_of_pads_do_not_count(pool: RankPool) -> None:
 
 
 def on_own_loss(group: dist.ProcessGroup, plan: Plan, labels: Tensor, mark: int) -> tuple[int, float | str]:
-    """(Pads of this rank, its share of a loss of one's own), or why there is none."""
+    """Return (this rank's pads, its share of a loss that the user computed, or the error)."""
     step = flexcp.bind(plan, group)
     mine = step.shard(labels)
     total = torch.nn.functional.cross_entropy(step.shard(LOGITS), mine, ignore_index=mark, reduction="sum")
@@ -62,7 +62,7 @@ def on_own_loss(group: dist.ProcessGroup, plan: Plan, labels: Tensor, mark: int)
 @pytest.mark.parametrize("mark", [-100, -1])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.int8])
 def test_pads_of_labels_are_no_label_of_a_loss_of_ones_own(pool: RankPool, mark: int, dtype: torch.dtype) -> None:
-    """A count does not show pads where as many labels do not count."""
+    """A count alone cannot reveal counted pads where at least as many labels are ignored."""
     labels = SHIFTED.index_fill(0, torch.arange(0, TOKENS, 2), -100)
     labels = torch.where(labels == -100, mark, labels)
     plan = planned(tokens="equal", pad_to=16)
@@ -75,7 +75,7 @@ def test_pads_of_labels_are_no_label_of_a_loss_of_ones_own(pool: RankPool, mark:
 
 
 def pads_of(group: dist.ProcessGroup, plan: Plan, stream: Tensor) -> list[float]:
-    """What a stream has at this rank's pads."""
+    """Return a sharded stream's values at this rank's pads."""
     step = flexcp.bind(plan, group)
     found: list[float] = step.shard(stream)[step.indices < 0].flatten().tolist()
     return found
@@ -88,7 +88,7 @@ def test_pads_of_other_streams_are_zero(pool: RankPool) -> None:
 
 
 def test_a_count_of_pads_names_them(pool: RankPool) -> None:
-    """Labels that all count do not say what marks one that does not."""
+    """When no label is ignored, the labels do not show which value marks ignored ones."""
     for pads, said in pool.run(on_own_loss, planned(tokens="equal", pad_to=16), ACROSS, -100, ranks=2):
         if pads:
             assert str(said).startswith(f"count=32 is more than the {32 - pads} rows that count on this rank")
@@ -103,7 +103,7 @@ def alone() -> Step:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
 def test_a_stream_of_small_integers_has_the_loss_of_its_tokens(dtype: torch.dtype) -> None:
-    """Token files are often of uint16, which torch compares with nothing else."""
+    """Token files are often uint16, which torch cannot compare with other dtypes."""
     step, ids = alone(), IDS.to(dtype)
     step.shard(ids).long()
     expected = torch.nn.functional.cross_entropy(LOGITS, SHIFTED).item()
@@ -112,13 +112,13 @@ def test_a_stream_of_small_integers_has_the_loss_of_its_tokens(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
 def test_labels_that_cannot_hold_a_mark_are_refused(dtype: torch.dtype) -> None:
-    """-100 in uint8 is 156, a token like any other."""
+    """-100 in uint8 is 156, which is a valid token."""
     with pytest.raises(ValueError, match=r"labels are torch\..*pass labels.long\(\)"):
         alone().loss(LOGITS, SHIFTED.to(dtype), without_attention=True)
 
 
 def taken(step: Step, how: str) -> Tensor:
-    """Labels, and whatever else a user shards before."""
+    """Return labels obtained in the way that ``how`` describes, after sharding whatever else a user would shard."""
     if how == "tokens, twice":
         step.shard(IDS)
         return step.shard(IDS)
@@ -165,7 +165,7 @@ def taken(step: Step, how: str) -> Tensor:
 
 
 def on_labels(group: dist.ProcessGroup, plan: Plan, how: str) -> list[str]:
-    """What two losses of these labels warn of."""
+    """Return the warnings of two losses of these labels."""
     step = flexcp.bind(plan, group)
     labels = taken(step, how)
     with warnings.catch_warnings(record=True) as caught:
@@ -214,19 +214,21 @@ def test_labels_that_may_be_right_are_not_warned_of(pool: RankPool, how: str) ->
     "plan", [planned(layout="contiguous"), planned(layout="zigzag"), planned("allgather")], ids=lambda plan: plan.label
 )
 def test_labels_beside_rows_cut_by_hand_are_not_warned_of(pool: RankPool, plan: Plan) -> None:
-    """A stream that is all that was sharded may be labels where a rank's input is the part it would have cut itself."""
+    """If only one stream was sharded, it may be labels where the rank's rows are the part that users cut by hand."""
     assert pool.run(on_labels, plan, "tokens, once", ranks=2) == [[], []]
 
 
 def test_a_prompt_without_labels_hides_no_tokens_in_their_place(pool: RankPool) -> None:
-    """The input and unshifted labels were both sharded, so that the input was not cut by hand."""
+    """Input and unshifted labels were both sharded, so the input was not cut by hand."""
     for said in pool.run(on_labels, planned(layout="contiguous"), "tokens, and the tokens without a prompt", ranks=2):
         assert len(said) == 1
         assert "step.loss shifts nothing" in said[0]
 
 
 def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere(pool: RankPool) -> None:
-    """Right labels beside an input that was cut by hand look like tokens in their place: the warning names both."""
+    """Correct labels beside an input that was cut by hand look like tokens passed as labels; the warning names both
+    cases.
+    """
     for said in pool.run(on_labels, planned("zigzag"), "next tokens of one's own, alone", ranks=2):
         assert len(said) == 1
         assert "step.labels(tokens)" in said[0]
@@ -234,7 +236,7 @@ def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere
 
 
 def on_shifted(group: dist.ProcessGroup, plan: Plan, how: str) -> str | None:
-    """Why labels are refused, if they are."""
+    """Return the error if labels are refused, else None."""
     step = flexcp.bind(plan, group, timeout=20)
     q = torch.zeros(step.local_tokens, 2, 8, dtype=torch.float64)
     prompt = torch.where(torch.arange(TOKENS) < 9, -100, SHIFTED)
@@ -307,7 +309,7 @@ def test_labels_that_may_have_to_be_shifted_are(pool: RankPool, how: str) -> Non
 
 
 def on_counts(group: dist.ProcessGroup, plan: Plan, count: str) -> str | float:
-    """A share, or why there is none."""
+    """Return this rank's share of the loss, or the error."""
     step = flexcp.bind(plan, group, timeout=20)
     labels = step.labels(IDS)
     total = torch.nn.functional.cross_entropy(step.shard(LOGITS), labels, reduction="sum")

@@ -1,5 +1,5 @@
-"""Proves what a share of the loss is multiplied by, and that the check
-for averaging needs no particular release of torch.
+"""Proves the factor by which a rank's share of the loss is multiplied, and that the check whether DDP or FSDP2 averages
+gradients does not need a particular release of torch.
 """
 
 from __future__ import annotations

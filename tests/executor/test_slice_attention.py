@@ -1,8 +1,8 @@
-"""Proves flexcp.slice_attention: packed documents and structured masks on one device equal torch's autograd,
-document by document.
+"""Proves flexcp.slice_attention: packed documents and structured masks on one device equal dense attention under
+torch's autograd.
 
-Also what compiled models rely on: no graph break, no recompilation when token counts and slices change, registered
-operators that pass torch's own checks; and refusals that name the value.
+Also what compiled models rely on: no graph break, no recompilation when numbers of tokens and slices change, registered
+operators that pass torch's own checks; and errors that name the value.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def dense(
 
 
 def dense_batch(masks: list[Mask]) -> np.ndarray:
-    """The packed documents as one matrix."""
+    """Return the packed documents' masks as one dense matrix."""
     seen = np.zeros((TOKENS, TOKENS), bool)
     for mask, start, n in zip(masks, np.cumsum([0, *LENGTHS]), LENGTHS, strict=False):
         seen[start : start + n, start : start + n] = mask.dense(n)
@@ -106,7 +106,7 @@ def test_every_way_to_say_the_mask_is_the_same() -> None:
 
 
 def test_packed_slices_are_never_fewer_than_two() -> None:
-    """Sizes 0 and 1 would compile graphs of their own."""
+    """torch.compile would compile separate graphs for sizes 0 and 1."""
     assert flexcp.packed_slices([7], flexcp.causal()).tolist() == [[0, 7, 0, 7, -6, 0], [0] * 6]
     assert flexcp.packed_slices([7], flexcp.from_slices(7, [])).tolist() == [[0] * 6] * 2
     assert len(flexcp.packed_slices([3, 4], flexcp.causal())) == 2
@@ -135,7 +135,7 @@ def test_queries_and_keys_may_differ_in_number() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_the_one_rank_attention(dtype: torch.dtype) -> None:
-    """Bit by bit, with gradients."""
+    """The results and gradients are bitwise equal."""
     where = flexcp.cluster("cpu", 1, 1)
     name = str(dtype).removeprefix("torch.")
     plan = flexcp.Planner(HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, name, where, strategy="dp")(LENGTHS, flexcp.window(9))
@@ -171,7 +171,7 @@ def model(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor) -> Ten
 
 
 def test_a_compiled_model_has_no_graph_break_and_compiles_twice() -> None:
-    """Once for the first sizes, once for any."""
+    """It compiles once for the first sizes and once for dynamic sizes."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for lengths in ([33], [40, 7, 3], [5, 5, 5, 5, 9], [100, 2], [17, 60]):

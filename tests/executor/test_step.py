@@ -1,8 +1,9 @@
-"""Proves the step: what moves between the stream and the ranks (shard, gather, roll, labels, loss) and who may bind.
+"""Proves the step: what moves between the batch's stream of tokens and the ranks (shard, gather, roll, labels, loss),
+and which plans and groups can be bound.
 
 Every layout operation runs on real ranks under every strategy and layout and is compared with plain torch on the whole
-stream. Binding is refused, on all ranks and soon, when the plan does not fit the group, differs between ranks, or a
-rank stays away.
+stream. When the plan does not fit the group, differs between ranks, or a rank stays away, all ranks soon raise an
+error.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ def plan_for(strategy: str, ranks: int, lengths: list[int] = LENGTHS, **options:
 
 
 def index_maps(ranks: int, pieces: int) -> list[list[int]]:
-    """The stream cut into pieces that are dealt round and kept in descending order: local order is not stream order."""
+    """Return layouts whose local order is not stream order: pieces of the stream, dealt out to ranks in descending
+    order.
+    """
     parts = np.array_split(np.arange(TOKENS), pieces)[::-1]
     return [np.concatenate(parts[r::ranks]).tolist() for r in range(ranks)]
 
 
 @cache
 def plans(ranks: int) -> dict[str, Plan]:
-    """Every strategy with every layout it takes."""
+    """Return plans of every strategy with every layout that it supports."""
     found = {}
     for strategy in STRATEGIES:
         found[f"{strategy} free"] = plan_for(strategy, ranks)
@@ -76,7 +79,7 @@ def token_ids(tokens: int) -> Tensor:
 
 
 def shifted(stream: Tensor, lengths: list[int], shift: int, fill: float) -> Tensor:
-    """Each document of the stream moved on its own, in plain torch."""
+    """Shift each document of the stream separately, in plain torch."""
     moved = []
     for part in stream.split(lengths):
         out = torch.full_like(part, fill)
@@ -158,7 +161,9 @@ def on_masked_vocabulary(group: dist.ProcessGroup, plan: Plan) -> float:
 
 
 def on_bind(group: dist.ProcessGroup, plans_by_rank: list[Plan | None], timeout: float) -> tuple[str, str, float]:
-    """(exception's type or "bound", its message, seconds) of one bind; None for a rank that does not come."""
+    """Bind once; return (the exception's type or "bound", its message, seconds). A plan of None is a rank that stays
+    away.
+    """
     plan = plans_by_rank[dist.get_rank(group)]
     begin = time.perf_counter()
     try:
@@ -170,7 +175,9 @@ def on_bind(group: dist.ProcessGroup, plans_by_rank: list[Plan | None], timeout:
 
 
 def on_repeated_bind(group: dist.ProcessGroup, plan: Plan) -> tuple[list[Arrays], int, int]:
-    """The same plan bound several times; what each step gathers, and the store's keys after one and after all."""
+    """Bind the same plan several times; return what each step gathers, and the store's keys after one bind and after
+    all.
+    """
     store = group.get_group_store()
     stream = stream_tensor(plan.batch.tokens, 2)
     steps = [flexcp.bind(plan, group)]
@@ -195,7 +202,7 @@ def on_mesh(group: dist.ProcessGroup, plan: Plan) -> tuple[int, int, np.ndarray]
 
 
 def on_mesh_axis(group: dist.ProcessGroup, plan_pair: list[Plan]) -> tuple[int, int, np.ndarray]:
-    """Two context-parallel groups side by side, each with a plan of its own."""
+    """Bind two context-parallel groups side by side, each with its own plan."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, dist.get_world_size(group) // 2), mesh_dim_names=("dp", "cp"))
@@ -234,7 +241,7 @@ def by_plan(answers: list[dict[str, Arrays]]) -> Iterator[tuple[str, list[Arrays
 
 
 def laid_out(parts: list[Arrays], field: str, tokens: int) -> np.ndarray:
-    """The stream put together from every rank's rows by its indices; pads drop out."""
+    """Return the stream assembled from every rank's rows by their indices, without pads."""
     index = np.concatenate([p["indices"] for p in parts])
     rows = np.concatenate([p[field] for p in parts])
     out = np.full((tokens, *rows.shape[1:]), np.nan)
@@ -393,8 +400,8 @@ def test_loss_of_low_precision_logits_is_float32() -> None:
 
 
 def test_loss_survives_a_masked_vocabulary(pool: RankPool) -> None:
-    """Padded vocabulary entries are commonly set to -inf: the tie of the loss
-    to the logits must not turn that into NaN.
+    """Logits of padded vocabulary entries are often -inf, and the term that ties the loss to the logits must not turn
+    them into NaN.
     """
     plan = plans(3)["blocks free"]
     logits, labels = stream_tensor(TOKENS, VOCABULARY), shifted(token_ids(TOKENS), LENGTHS, -1, -100)
@@ -424,13 +431,14 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def test_a_step_recognises_its_own_positions_without_reading_them() -> None:
-    """An adapter must not read positions back from a GPU, so the step tells its own tensor from others by its memory.
-    A part of it, or another tensor with the same values, must be read.
+    """An adapter must not read positions back from a GPU, so a step recognises its own tensor by its memory.
+
+    A part of that tensor, or another tensor with the same values, is not recognised and has to be read.
     """
     step = flexcp.bind(
         flexcp.Planner(heads=2, kv_heads=1, head_dim=16, cluster=flexcp.cluster("h100", ranks_per_node=1))([5, 3])
     )
-    assert not step.are_positions(step.positions)  # nothing was asked for on this device yet
+    assert not step.are_positions(step.positions)  # positions_on was not called yet
     own = step.positions_on(torch.device("cpu"))
     assert own.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert step.positions_on(torch.device("cpu")) is own
@@ -454,7 +462,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused(pool: RankPool, planned: 
 
 
 def on_wrong_group(group: Any) -> tuple[str, str, str]:
-    """What bind says of a mesh of two axes, of its other axis, and of a group without this rank."""
+    """Return the errors of binding to a mesh of two axes, to the wrong axis of it, and to a group without this rank."""
     plan, size = plan_for("blocks", 2), dist.get_world_size(group)
     ranks = torch.arange(size).unsqueeze(0)
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "cp"))
@@ -491,7 +499,7 @@ def test_a_rank_with_another_plan_raises_on_all_ranks(pool: RankPool, other: int
 
 
 def test_a_rank_whose_plan_is_for_other_ranks_raises_on_all_ranks() -> None:
-    """The others must not wait for it, and its next bind must not meet their last one."""
+    """The other rank must not wait for it, and the two ranks' next binds must match each other."""
     held = [plan_for("blocks", 2), plan_for("blocks", 3)]
     with RankPool(2) as own:
         answers = own.run(on_bind, held, 6.0)
@@ -569,7 +577,7 @@ def test_cuda_tensors_over_gloo_are_refused_with_the_way_out(pool: RankPool) -> 
 
 
 def on_rows_cut_by_hand(group: dist.ProcessGroup, plan: Plan, asked: str | None) -> list[str]:
-    """What attention warns of, on rows that may be anything."""
+    """Return the warnings of two attention calls, after the user asked the step for ``asked``."""
     step = flexcp.bind(plan, group)
     stream = torch.arange(plan.batch.tokens)
     if asked == "shard":
@@ -599,7 +607,9 @@ def planned_on_two(strategy: str, **options: Any) -> Plan:
     [(None, 1), ("positions", 1), ("labels", 1), ("shard", 0), ("indices", 0), ("restore", 0)],
 )
 def test_rows_that_nobody_asked_for_are_warned_of_once(pool: RankPool, asked: str | None, warned: int) -> None:
-    """Six rows of twelve fit, whichever they are: only a user who never asks which can have cut them himself."""
+    """Any six of the twelve rows have the right shape; a user who never asks the step which rows to use may have cut
+    them by hand.
+    """
     for said in pool.run(on_rows_cut_by_hand, planned_on_two("zigzag"), asked, ranks=2):
         assert len(said) == warned
         assert all("layout='contiguous'" in text and "step.shard" in text for text in said)
@@ -619,8 +629,8 @@ def test_rows_that_nobody_asked_for_are_warned_of_once(pool: RankPool, asked: st
 def test_rows_that_can_be_those_of_the_plan_are_not_warned_of(
     pool: RankPool, strategy: str, options: dict[str, Any], warned: int
 ) -> None:
-    """A layout that was given, the part that everybody cuts, a count that no cut has; but not a part of a padded
-    stream.
+    """No warning is due for a layout that the user gave, for the contiguous part that everybody would cut, or for a
+    number of rows that no cut by hand has; a part of a padded stream still causes one.
     """
     plan = flexcp.load_plan(flexcp.save_plan(planned_on_two(strategy, **options)))
     assert [len(said) for said in pool.run(on_rows_cut_by_hand, plan, "positions", ranks=2)] == [warned] * 2

@@ -1,5 +1,6 @@
-"""Proves that an operator of torch is made of the fields of its tuples, and that they come back to our functions in
-their places. And that whoever watches for the operators sees them, while a plain call computes the same without them.
+"""Proves that the arguments of flexcp's torch operators are the fields of its named tuples, and that they come back to
+flexcp's functions in the right tuples; also that dispatch modes and other observers see the operators, while a plain
+call computes the same without them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flexcp.executor.torch_operators import Gradients, Inputs, Kept, Numbers, Re
 
 
 def arguments(name: str) -> list[str]:
-    assert flexcp.attention  # imported: its operators are registered
+    assert flexcp.attention  # importing it registers the operators
     return [argument.name for argument in getattr(torch.ops.flexcp, name).default._schema.arguments]
 
 
@@ -79,7 +80,7 @@ def test_a_plain_call_needs_no_operator() -> None:
     assert type(out.grad_fn).__name__ == "PlainBackward"
     with Watching() as watching:
         torch.autograd.grad(out, leaves, do)
-    assert watching.seen == ["slice_attention_backward"]  # somebody watches by now
+    assert watching.seen == ["slice_attention_backward"]  # a dispatch mode is active by now
 
 
 def test_subclasses_and_transforms_get_the_operators() -> None:

@@ -1,9 +1,9 @@
-"""Proves that attention runs the Triton kernel and row packing right:
-real ranks, small plans, Triton's interpreter on the CPU.
+"""Proves that attention runs the Triton kernel and the GPU's row packing correctly, on real ranks with small plans, in
+Triton's interpreter on the CPU.
 
-Held to the rule of ``flexcp verify``: float32 results within twice the reference kernel's own error, with softcap,
-sinks, an LSE gradient, rows without keys, and head sizes that are no powers of two. Skipped where Triton is not
-installed. One pool runs all: its ranks must be made with the interpreter.
+Applies the rule of ``flexcp verify``: float32 results within twice the reference kernel's own error, with softcap,
+sinks, an LSE gradient, rows without keys, and head sizes that are not powers of two. Skipped where Triton is not
+installed. One pool of ranks runs all cases, because its ranks must be started with the interpreter.
 """
 
 from __future__ import annotations

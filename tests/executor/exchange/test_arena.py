@@ -1,9 +1,9 @@
-"""Proves that passes work in the bytes the plan said: one allocation of just that size,
-touched to its end and nowhere else.
+"""Proves that a forward or backward pass works in the memory that the plan announced: one allocation of exactly that
+size, used to its last byte.
 
-What is allocated is seen by a torch dispatch mode around each pass, which knows nothing of plans: every ``empty`` with
-its bytes, and which of these bytes every operation reads or writes. Besides: an arena lies in nobody's way (leases
-inside leases, errors, other steps, recomputation), and what it held before does not matter.
+A torch dispatch mode around each pass, which knows nothing about plans, records every allocation with its size and
+which bytes of it each operation reads or writes. Other tests show that arenas do not interfere with each other (nested
+leases, errors, several steps, recomputation), and that results do not depend on what an arena contained before.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
 
 
 class Seen(TorchDispatchMode):
-    """What one pass makes room for, and how far it touches the ``arenas`` of each size:
-    storages that were made as plain bytes.
+    """Records the tensors that one pass allocates, and, for each size of arena, the end of the last byte that the pass
+    uses.
+
+    Arenas are the storages that were allocated as plain bytes (uint8).
     """
 
     def __init__(self, arenas: dict[int, Any]) -> None:
@@ -53,7 +55,7 @@ class Seen(TorchDispatchMode):
             storage = found.untyped_storage()
             self.made.append((found.dtype, storage.nbytes()))
             if found.dtype == torch.uint8 and storage.nbytes():
-                self.arenas[storage.data_ptr()] = storage  # alive, so that no address comes twice
+                self.arenas[storage.data_ptr()] = storage  # kept alive so that its address is not reused
             return found
         views = func in (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
         for x in [] if views else tree_leaves((args, kwargs, found)):
@@ -66,7 +68,7 @@ class Seen(TorchDispatchMode):
 
 @contextmanager
 def watching() -> Iterator[list[Seen]]:
-    """Around every pass of this process, a :class:`Seen`."""
+    """Watch every pass of this process with a :class:`Seen`; yields the list of them, in the order of the passes."""
     made: list[Seen] = []
     arenas: dict[int, Any] = {}
 
@@ -87,7 +89,7 @@ def watching() -> Iterator[list[Seen]]:
 
 
 def one_layer(step: Step, mask: str | None = None, seed: int = 0, recompute: bool = False) -> list[Tensor]:
-    """Forward and backward of one call: out, dq, dk, dv of local rows."""
+    """Run forward and backward of one attention call; return out, dq, dk and dv of this rank's rows."""
     shape, generator = step.plan.shape, torch.Generator().manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
@@ -105,8 +107,8 @@ def one_layer(step: Step, mask: str | None = None, seed: int = 0, recompute: boo
 def on_passes(
     group: dist.ProcessGroup, plans: list[Plan]
 ) -> list[list[tuple[list[tuple[torch.dtype, int]], dict[int, int]]]]:
-    """For each plan the passes of all its masks, forward then backward:
-    what was made, how far plain bytes were touched.
+    """For each plan, return what each pass allocated and how far it used the arenas, for all masks, forward before
+    backward.
     """
     found = []
     for plan in plans:
@@ -119,7 +121,7 @@ def on_passes(
 
 
 def on_two_layers(group: dist.ProcessGroup, plans: list[Plan], share: bool, recompute: bool) -> tuple[Any, list[int]]:
-    """Results of two layers of each plan, and the bytes of every plain allocation."""
+    """Return the results of two layers of each plan, and the size of every allocation of plain bytes."""
     results: list[Any] = []
     arena = None
     with watching() as passes:
@@ -133,8 +135,9 @@ def on_two_layers(group: dist.ProcessGroup, plans: list[Plan], share: bool, reco
 
 
 def on_strange_memory(group: dist.ProcessGroup, plan: Plan) -> tuple[list[Any], bool]:
-    """Results with new memory; with an arena full of NaNs; while somebody else works in the arena.
-    Was that one left alone?
+    """Return the results of three runs, and whether the third one left somebody else's lease of the arena unchanged.
+
+    The runs are: with new memory, with an arena full of NaNs, and while the arena is leased to somebody else.
     """
     step = flexcp.bind(plan, group)
     runs = [one_layer(step)]
@@ -152,7 +155,7 @@ def _arrays(tensors: list[Tensor]) -> list[Any]:
     return [x.to(torch.float64).numpy() for x in tensors]
 
 
-# --- planned is measured ----------------------------------------------------------------------------------------------
+# --- planned memory equals measured memory ----------------------------------------------------------------------------
 
 
 def random_plans(ranks: int, count: int) -> list[Plan]:
@@ -203,18 +206,21 @@ def test_planned_memory_is_what_is_allocated_and_touched(pool: RankPool, ranks: 
 
 
 def kept_keys(plan: Plan, rank: int) -> list[int]:
-    """Bytes of one layer of each mask that keeps keys, by its shelves."""
+    """Return, for each mask, the bytes of received keys that one layer keeps for the backward pass."""
     return [rank_program(plan, rank, mask, False).kept_size for mask in range(len(plan.programs))]
 
 
 def own_results(plan: Plan, rank: int) -> list[int]:
-    """Bytes of a rank's own results where they accumulate, forward and backward: all that is not in the arena."""
+    """Return the bytes of a rank's own results, forward and backward, in the accumulator's dtype.
+
+    Own results are all that a pass allocates outside of the arena.
+    """
     shape, tokens, acc = plan.shape, int(plan.placement.tokens[rank]), plan.shape.accumulator_bytes
     keys = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
     return [tokens * shape.heads * (shape.v_head_dim * acc + 8), tokens * (shape.heads * shape.head_dim + keys) * acc]
 
 
-# --- in nobody's way --------------------------------------------------------------------------------------------------
+# --- sharing an arena -------------------------------------------------------------------------------------------------
 
 
 def two_plans(ranks: int) -> list[Plan]:
@@ -228,7 +234,7 @@ def test_layers_and_steps_share_one_arena(pool: RankPool, recompute: bool) -> No
     apart = pool.run(on_two_layers, plans, False, recompute, ranks=3)
     shared = pool.run(on_two_layers, plans, True, recompute, ranks=3)
     for rank, ((one, sizes), (two, _)) in enumerate(zip(shared, apart, strict=True)):
-        assert sizes == [plan.memory(rank).arena for plan in plans]  # the second plan is larger, so it grew once
+        assert sizes == [plan.memory(rank).arena for plan in plans]  # the second plan is larger, so the arena grew once
         assert all(np.array_equal(x, y) for a, b in zip(one, two, strict=True) for x, y in zip(a, b, strict=True))
     backwards = pool.run(on_two_layers, plans[::-1], True, recompute, ranks=3)
     assert [sizes for _, sizes in backwards] == [[plans[1].memory(rank).arena] for rank in range(3)]
@@ -282,7 +288,7 @@ def test_after_an_error_the_bytes_are_given_up() -> None:
     with pytest.raises(RuntimeError, match="lost"), arena.lease(64, CPU) as late:
         raise RuntimeError("a message was lost on its way here")
     with arena.lease(64, CPU) as memory:
-        assert memory.data_ptr() != late.data_ptr()  # somebody may still write there
+        assert memory.data_ptr() != late.data_ptr()  # a late message may still be written there
 
 
 def test_messages_lie_side_by_side_at_whole_lines() -> None:
@@ -293,11 +299,11 @@ def test_messages_lie_side_by_side_at_whole_lines() -> None:
     assert len(buffers.memory) == 512
 
 
-# --- keys that are kept -----------------------------------------------------------------------------------------------
+# --- keys kept for the backward pass ----------------------------------------------------------------------------------
 
 
 def keeping_plans(keep: int) -> list[Plan]:
-    """Plans of needed traffic: moved queries, relays, several stages, two masks, pads."""
+    """Return plans that send only keys that are read, with moved queries, relays, several stages, two masks or pads."""
     found = []
     for number, (nodes, each) in enumerate(((1, 3), (2, 2), (1, 4))):
         ranks = nodes * each
@@ -315,8 +321,9 @@ def keeping_plans(keep: int) -> list[Plan]:
 
 
 def on_kept(group: dist.ProcessGroup, plans: list[tuple[Plan, Plan]], recompute: bool) -> list[dict[str, Any]]:
-    """Both plans of each pair, all masks: results, bytes sent backward,
-    bytes of the saved keys as autograd's hooks see them.
+    """Run both plans of each pair with all masks; return results, bytes sent backward, and the sizes of saved keys.
+
+    The sizes of saved keys are those that autograd's saved-tensor hooks see.
     """
     found = []
     for pair in plans:
@@ -326,7 +333,7 @@ def on_kept(group: dist.ProcessGroup, plans: list[tuple[Plan, Plan]], recompute:
 
             def pack(x: Tensor, saved: list[int] = saved) -> Tensor:
                 saved += [x.numel()] if x.dtype == torch.uint8 and x.dim() == 1 else []
-                return x.clone()  # as offloading would: the backward gets other memory
+                return x.clone()  # as offloading would: backward gets different memory
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 runs = [one_layer(step, mask.name, recompute=recompute) for mask in plan.batch.masks]

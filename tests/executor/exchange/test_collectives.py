@@ -1,5 +1,5 @@
-"""Proves collectives: sums, gathers and messages beside attention are right, apart from each other, and end in time
-when one stays away.
+"""Proves the collectives that run beside attention: sums, gathers and messages are right, do not mix with each other,
+and end with an error in time when a rank stays away.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_every_rank_hears_the_same(pool: RankPool) -> None:
 
 
 def on_left_out_calls(group: dist.ProcessGroup) -> int:
-    """Rank 1 leaves out exchanges in which it has no part; what comes later still meets."""
+    """Rank 1 skips exchanges in which it takes no part; a later sum over all ranks must still match up."""
     collectives = Collectives(group, timedelta(seconds=30))
     for _ in range(0 if collectives.rank == 1 else 3):
         other = 2 - collectives.rank
@@ -55,7 +55,7 @@ def test_tags_of_places_differ_from_each_other_and_from_passes() -> None:
     places += [f"the backward of {place}" for place in places]
     places += ["the loader's exchange of lengths", "the loader's exchange of rows", "the loader's count of labels"]
     tags = {Occasion(place, number, step).tag(0, 0) for place in places for number in (1, 2) for step in (0, 1, 31)}
-    assert len(tags) == 6 * len(places) and min(tags) >= 1 << 30 and max(tags) < 1 << 31  # passes are below
+    assert len(tags) == 6 * len(places) and min(tags) >= 1 << 30 and max(tags) < 1 << 31  # attention uses lower tags
 
 
 # --- a rank that stays away -------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def meeting(group: dist.ProcessGroup) -> None:
 
 
 def on_absence(group: dist.ProcessGroup, function: Callable[[dist.ProcessGroup], None]) -> str:
-    """What a rank says that waits for rank 1, which does not come, in a group that is broken afterwards."""
+    """Return the error of a rank that waits in vain for rank 1, in a group of its own, which is unusable afterwards."""
     own = dist.new_group(list(range(RANKS)))
     assert isinstance(own, dist.ProcessGroup)
     if dist.get_rank(own) == 1:

@@ -1,8 +1,8 @@
-"""Proves failures: ranks that die, stand still, fail or make other calls end in an error on every other rank, soon,
-with who and where.
+"""Proves failures: when a rank dies, hangs, raises or makes different calls, every other rank soon raises an error that
+says which rank was to blame and where.
 
-Real processes in groups of their own, which are killed, stopped and led astray at a chosen stage. All groups run side
-by side, because what takes time is waiting for the time limit.
+The ranks are real processes in groups of their own, which are killed, stopped or made to misbehave at a chosen stage.
+All groups run at the same time, because most of the time is spent waiting for the time limit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flexcp.plan.plan import Plan
 RANKS = 4
 LATENT = 8
 LIMIT = 3.0
-SLACK = 6.0  # a loaded machine
+SLACK = 6.0  # extra seconds for a loaded machine
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank fared: what it raised in its first and in its next attempt, and seconds until the first."""
+    """What a rank raised in its first and in its second attempt, and the seconds until the first error."""
 
     error: str
     message: str
@@ -47,13 +47,13 @@ class Report:
 
 @dataclass
 class Group:
-    """A scenario under way."""
+    """The processes of one running scenario, and the pipes to them."""
 
     processes: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
 
     def reports(self, without: int | None) -> dict[int, Report]:
-        """What every rank but one says; then all are ended."""
+        """Return the reports of all ranks except ``without``, then kill all processes."""
         found = {}
         try:
             for rank, pipe in enumerate(self.pipes):
@@ -70,7 +70,7 @@ class Group:
 
 
 def sabotaged(wanted: Callable[[HostExchange, int], bool], act: Callable[[], None]) -> type[HostExchange]:
-    """An exchange that does something of its own before a stage it posts."""
+    """Return an exchange class that calls ``act`` before it posts a stage for which ``wanted`` is true."""
 
     class Sabotaged(HostExchange):
         def post(self, stage: int, sends: Any, receives: Any) -> None:
@@ -100,7 +100,7 @@ def layer(step: Step, mask: str | None = None, backward: bool = True) -> None:
 
 
 def as_heads(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one head: the latent itself."""
+    """Return keys and values of one head, both of them the latent itself."""
     return latent[:, None], latent[:, None]
 
 
@@ -175,7 +175,7 @@ def gone_early(step: Step, rank: int) -> None:
     for _ in range(1 if rank == 1 else 2):
         layer(step)
     if rank == 1:
-        time.sleep(60)  # alive, and done
+        time.sleep(60)  # alive, but makes no more calls
 
 
 def rows(step: Step) -> torch.Tensor:
@@ -217,7 +217,7 @@ def gathered_back(step: Step, rank: int) -> None:
 
 
 EVERYBODY = [list(range(rank, 64, RANKS)) for rank in range(RANKS)]
-"""A layout in which every rank holds tokens of every other's."""
+"""A layout in which every rank holds tokens that each other rank holds under the plan."""
 
 
 def laid_out(step: Step, rank: int) -> None:
@@ -245,8 +245,9 @@ def rows_of_another_shape(step: Step, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What ranks run, who is to blame, in which stage the first to notice stand,
-    and whether the blamed one reports too.
+    """What the ranks run, which of them is to blame, and the pattern that the other ranks' errors must match.
+
+    ``reports`` says whether the blamed rank sends a report too, ``latent`` whether the plan is for latent attention.
     """
 
     run: Callable[[Step, int], None]
@@ -255,7 +256,7 @@ class Scenario:
     reports: bool = False
     latent: bool = False
     usable: bool = False
-    """Whether the blamed rank may go on: it noticed before anything was exchanged."""
+    """Whether the blamed rank may go on using its step, because it failed before anything was exchanged."""
 
 
 SCENARIOS = {
@@ -296,7 +297,7 @@ SCENARIOS = {
 
 
 def serve(name: str, rank: int, plan: Plan, pipe: Connection) -> None:
-    """A rank's life, which ends with its report."""
+    """Run one rank of the scenario ``name`` and send its report."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     patience = timedelta(seconds=60)
@@ -306,7 +307,7 @@ def serve(name: str, rank: int, plan: Plan, pipe: Connection) -> None:
     else:
         store = joined_store(pipe.recv(), patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
-    layer(flexcp.bind(plan, dist.group.WORLD))  # whatever is slow the first time
+    layer(flexcp.bind(plan, dist.group.WORLD))  # warm-up: pays for everything that is slow the first time
     dist.barrier()
     calls = {"rounds_per_call": 1, "chunk_bytes": 256} if name == "stopped between calls" else {}
     step = flexcp.bind(plan, dist.group.WORLD, timeout=LIMIT, **calls)
@@ -320,12 +321,12 @@ def serve(name: str, rank: int, plan: Plan, pipe: Connection) -> None:
         except Exception as error:
             errors.append((type(error).__name__, str(error), time.monotonic() - begin))
     pipe.send(Report(*errors[0], errors[1][1]) if len(errors) == 2 else Report("nothing", "", 0.0, ""))
-    time.sleep(LIMIT + SLACK)  # its sockets stay open: others must not get by on their closing
+    time.sleep(LIMIT + SLACK)  # keeps its sockets open: closing them would tell the others
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[str, Group]]:
-    """All scenarios, started together."""
+    """Start all scenarios together."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     where = flexcp.cluster("cpu", 1, RANKS)
@@ -362,7 +363,7 @@ def test_every_other_rank_raises_in_time_and_says_who_and_where(name: str, group
         assert report.seconds < LIMIT + SLACK
         if rank == scenario.blamed and report.error == "ValueError":
             assert scenario.usable or "this step is unusable since" in report.next_error
-            continue  # its own error, as it was
+            continue  # the blamed rank raised its own error unchanged
         assert "this step is unusable since an earlier failure" in report.next_error
         assert report.error == "ExchangeError", report
         assert re.search(
@@ -370,7 +371,7 @@ def test_every_other_rank_raises_in_time_and_says_who_and_where(name: str, group
         )
         assert f"nothing within {0.75 * LIMIT:g} s (of {LIMIT:g} s" in report.message or "onnection" in report.message
         if name == "keeper of the store stopped" and f"rank {scenario.blamed} in" not in report.message:
-            assert "the group's store does not answer" in report.message  # so nobody can say whose fault it was
+            assert "the group's store does not answer" in report.message  # so the culprit is unknown
             continue
         assert re.search(scenario.stage, report.message), report.message
         assert re.search(rf"(?i)rank {scenario.blamed} (left no word|says)|^rank {scenario.blamed}", report.message)

@@ -1,5 +1,5 @@
-"""Proves hosts: bind refuses nodes that are no hosts, on all ranks and by name,
-and lets one machine stand for several nodes.
+"""Proves the check of hosts: ``bind`` refuses, on all ranks, a cluster whose nodes are not the hosts that the ranks run
+on, and names them; one machine may stand for several nodes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def ranks() -> Iterator[RankPool]:
 
 
 def bound(group: dist.ProcessGroup, names: list[str], shapes: list[tuple[int, int]]) -> list[str]:
-    """What binding plans for clusters of these shapes ends in, on hosts of these names;
-    then how often names were looked up.
+    """Bind plans for clusters of these shapes on hosts of these names; return the outcomes, then how often hosts were
+    judged.
     """
     ends, store = [], group.get_group_store()
     with mock.patch.object(hosts, "this_host", lambda: names[dist.get_rank(group)]):
@@ -49,8 +49,8 @@ def test_nodes_that_are_no_hosts_are_refused_on_all_ranks(ranks: RankPool) -> No
         "the hosts there are, "
         'cluster("cpu", nodes=2, ranks_per_node=2)'
     )
-    # Of five binds three had hosts to judge: the first and the last, which were refused, and the first of its size that
-    # fits.
+    # Of the five binds, three compared hosts: the first and the last, which were refused, and the second, which fits
+    # and is remembered for the fourth. Nodes of one rank need no comparison.
     assert answers == [[refusal, "bound", "bound", "bound", refusal, "3"]] * 4
 
 

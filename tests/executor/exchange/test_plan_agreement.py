@@ -1,6 +1,7 @@
-"""Proves what ranks settle through their store: all go on or all raise, by words that name the rank; no key is left.
+"""Proves the agreement of ranks at bind through their store: either all ranks go on or all raise, with a message that
+names the rank to blame, and no key is left in the store.
 
-Ranks are threads with one store in memory.
+In most tests the ranks are threads that share one store in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SOON = timedelta(seconds=0.4)
 
 @dataclass(frozen=True)
 class Group:
-    """What a process group is to an agreement."""
+    """The parts of a process group that an agreement uses."""
 
     rank: int
     size: int
@@ -47,7 +48,7 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(size: int, store: Any, function: Callable[[Any], Any]) -> list[Any]:
-    """What each rank gets, or the error that it raises as text."""
+    """Call ``function`` on every rank; return what each rank gets, or the text of the error it raises."""
 
     def one(rank: int) -> Any:
         try:
@@ -60,7 +61,7 @@ def on_ranks(size: int, store: Any, function: Callable[[Any], Any]) -> list[Any]
 
 
 def left(store: Any) -> int:
-    """Keys of binds and of what was said."""
+    """Count the keys that the first two binds have left in the store."""
     return sum(store.check([key]) for key in (f"flexcp/bind/{n}/{name}" for n in (1, 2) for name in PARTS))
 
 
@@ -113,7 +114,7 @@ def test_who_did_not_come_is_named() -> None:
 
 
 def with_a_full_store(group: dist.ProcessGroup, plan: Plan, path: str) -> tuple[str, float]:
-    """Bind through a store in a file of which rank 1 may not write one byte more, as on a full disk."""
+    """Bind through a store in a file to which rank 1 cannot write another byte, as on a full disk."""
     store, soft_and_hard = dist.FileStore(path, 2), resource.getrlimit(resource.RLIMIT_FSIZE)
     store.set(f"begun/{dist.get_rank(group)}", "")
     if dist.get_rank(group) == 1:
@@ -132,7 +133,7 @@ def with_a_full_store(group: dist.ProcessGroup, plan: Plan, path: str) -> tuple[
 def test_a_store_that_is_full_ends_in_an_error_on_every_rank(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # these ranks are processes
+    monkeypatch.undo()  # the ranks of this test are processes, not threads
     plan = flexcp.Planner(4, 4, 8, cluster=flexcp.cluster("cpu", 1, 2), strategy="ring")([64])
     (here, seconds), (full, at_once) = pool.run(with_a_full_store, plan, str(tmp_path / "store"), ranks=2)
     assert "without rank 1" in here or "store does not answer within 3 s" in here, here
@@ -156,7 +157,7 @@ def test_of_the_time_limit_some_is_kept_for_asking_who_is_missing() -> None:
     limits: list[timedelta] = []
 
     class Deaf:
-        """A store that only the first two ranks have told something."""
+        """A store to which only ranks 0 and 1 have written."""
 
         def set(self, key: str, said: str) -> None:
             assert (key, said) == ("flexcp/said/size/1", "7")

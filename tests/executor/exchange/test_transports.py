@@ -1,8 +1,8 @@
-"""Proves the exchange: whatever is late, results have the same bits;
-calls of few rounds give the results and bytes of one call.
+"""Proves the exchange of messages: delays do not change a bit of the results, and a stage cut into calls of a few
+rounds gives the results and bytes of one call.
 
-Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, six
-times each.
+For the delays, ranks wait at random before they send, receive, unpack and compute, under several strategies and numbers
+of ranks, six times each.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plan_for(strategy: str, nodes: int, ranks: int, **options: Any) -> Plan:
 
 
 def with_rounds(plan: Plan, rounds_per_call: int = 1, chunk_bytes: int = 4000) -> Plan:
-    """The plan with its rounds made, so that no rank needs to load Numba for them."""
+    """Return the plan with its rounds already computed, so that no rank has to load Numba for them."""
     for backward in (False, True):
         plan.rounds(0, backward, chunk_bytes)
         plan.rounds(0, backward)
@@ -78,12 +78,13 @@ def test_the_device_chooses_the_transport() -> None:
     assert transport_for(torch.device("cuda", 1)) is DeviceExchange
 
 
-# --- the device's way, over gloo --------------------------------------------------------------------------------------
+# --- DeviceExchange, over gloo ----------------------------------------------------------------------------------------
 
 
 class OverGloo(DeviceExchange):
-    """The device's way; but gloo's handles may be waited for once only, and every stage has been asked for before the
-    end.
+    """A :class:`DeviceExchange` over gloo, whose handles may be waited for only once, so ``finish`` waits for nothing.
+
+    By the end of a pass every stage has been waited for.
     """
 
     def finish(self) -> None:
@@ -91,8 +92,9 @@ class OverGloo(DeviceExchange):
 
 
 def on_device_way(group: dist.ProcessGroup, plans: list[Plan], ahead: int | None) -> list[str]:
-    """Strategies that differ from themselves over CPU ranks' own transport; rank ``ahead`` counts a pass more than it
-    makes.
+    """Return the strategies whose results under :class:`OverGloo` differ from those of the CPU transport.
+
+    Rank ``ahead`` counts one pass more than it makes.
     """
     found = []
     for plan in plans:
@@ -133,11 +135,11 @@ def test_stamps_of_passes_and_of_other_calls_differ() -> None:
     assert len({*passes, *others}) == len(passes) + len(others)
     assert all(0 <= stamp < 1 << 63 for stamp in passes + others)
     largest = PassLabel((1 << 24) - 1, (1 << 28) - 1, (1 << 9) - 1, "", True, 2).stamp
-    assert largest == (1 << 62) - 1  # every part has room of its own
+    assert largest == (1 << 62) - 1  # no part of a stamp overlaps another
 
 
 def dawdling(rank: int, seed: int) -> type[HostExchange]:
-    """An exchange that waits up to 2 ms, one time in three, before everything it does."""
+    """Return an exchange class that, one time in three, waits up to 2 ms before each of its operations."""
     chance = random.Random(1000 * rank + seed)
 
     def dawdle() -> None:
@@ -148,7 +150,7 @@ def dawdling(rank: int, seed: int) -> type[HostExchange]:
         def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
             dawdle()
             super().post(stage, sends, receives)
-            dawdle()  # compute comes next
+            dawdle()  # the rank computes next
 
         def send(self, message: torch.Tensor, peer: int, tag: int) -> dist.Work:
             dawdle()
@@ -166,7 +168,7 @@ def dawdling(rank: int, seed: int) -> type[HostExchange]:
 
 
 def on_delays(group: dist.ProcessGroup, plans: list[Plan]) -> list[list[str]]:
-    """What differs in some repeat from a run without delays, for each plan."""
+    """For each plan, return the results that differ in some repeat from a run without delays."""
     found = []
     for plan in plans:
         exact = run(flexcp.bind(plan, group))
@@ -213,8 +215,10 @@ def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: R
 
 
 def executed_so(plan: Plan, **columns: int) -> Plan:
-    """The plan with these values in every row of execution; two ahead only what its owners send,
-    which nothing holds back.
+    """Return the plan with these values in every row of its execution table.
+
+    ``ahead=2`` is set only for stages whose messages are all sent by the owners of the data, since only these can be
+    posted that early.
     """
 
     def changed(program: Any) -> Any:
@@ -316,7 +320,10 @@ def test_tags_of_neighbours_differ() -> None:
 
 
 def test_every_part_of_a_tag_has_room_of_its_own() -> None:
-    """Of each part all values up to its largest differ, whatever the others are; the first bit stays free."""
+    """Check that every part of a tag keeps its values apart up to its largest, whatever the other parts are.
+
+    The highest bit stays free.
+    """
     largest = {"step": 31, "number": 1023, "backward": 1, "mask": 7, "stage": 127, "call": 15}
 
     def tag(parts: dict[str, int]) -> int:
@@ -351,7 +358,10 @@ def test_a_pass_that_breaks_off_says_why_and_leaves_a_note_unless_an_exchange_di
 
 
 def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's way with calls that are only written down: receives before sends, stamps before both, once for a peer."""
+    """Check the order of operations under NCCL, with calls that are only recorded.
+
+    Receives are posted before sends, and before both of them one stamp for each peer.
+    """
     posted: list[list[tuple[str, int, int]]] = []
     waited: list[int] = []
     label = PassLabel(1, 1, 0, "", False, 2)
@@ -392,7 +402,7 @@ def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_all(monkeyp
 
 
 class Late:
-    """Stands for a message that is done when the clock, which it moves, says so; or runs out of time."""
+    """A message that is complete at time ``at``; waiting for it moves the clock there, or times out."""
 
     def __init__(self, clock: list[float], at: float) -> None:
         self.clock, self.at = clock, at
@@ -421,7 +431,7 @@ def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatc
     ranges = tuple(MessageRange(p, 0, 1) for p in parts)
     exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 1), ((Call(0, ranges, ranges),),))
     buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
-    exchange.post(0, buffers, buffers)  # what is sent leaves while other messages arrive
+    exchange.post(0, buffers, buffers)  # messages are sent while others arrive
     with pytest.raises(ExchangeError, match=r"nothing within 8 s \(of 10 s"):
         exchange.arrived(0)
     assert clock[0] == 8.0
@@ -454,7 +464,7 @@ def test_a_stage_is_waited_for_until_its_own_messages_have_left() -> None:
 
 
 def test_a_call_is_posted_when_the_one_before_it_is_done_both_ways() -> None:
-    """Calls keep the ranks that send at the same time apart, so a call must not begin while another one sends."""
+    """Calls limit which ranks send at the same time, so a call must not begin while another one is still sending."""
     done: list[str] = []
 
     class Noting(HostExchange):

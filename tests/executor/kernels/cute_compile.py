@@ -1,5 +1,6 @@
-"""Compiles the CuTe kernels for sm90 without a GPU, for test_kernels_cute in a process of their own;
-the compiler dumps what it makes.
+"""Compiles the CuTe kernels for sm90 without a GPU.
+
+Run by test_kernels_cute.py in a separate process; the compiler dumps PTX and machine code into a folder.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import torch
 from flexcp.executor.kernels.cute import kernel as cute_kernel
 
 BACKWARDS = {"backward": "rows", "backward_open": "open", "backward_alone": "alone"}
-"""Orders of dq, by the name of the kernel that adds to it."""
+"""For each backward kernel, the order argument that says how dq is laid out while kernels add to it."""
 
 
 def main() -> None:
-    """Compile the kernels named on the command line, whatever is kept of them."""
+    """Compile the kernels named on the command line, ignoring any that were compiled and stored before."""
     cute_kernel.kept = lambda _, compile_now: compile_now()
     for name in sys.argv[1:]:
         if name in BACKWARDS:

@@ -1,7 +1,7 @@
-"""Compiles the Hopper kernels for sm90 without a GPU, for test_kernels_hopper in a process of their own:
-one JSON line each.
+"""Compiles the Hopper kernels for sm90 without a GPU, and prints one JSON line for each.
 
-Triton's bindings complain when a process that compiled Gluon code ends; here nobody reads it.
+Run by test_kernels_hopper.py in a separate process, because Triton's bindings print complaints when a process that
+compiled Gluon code ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sizes(head: int) -> dict[str, Any]:
     return {"SHARE": 4, "PACK": PACK, "D": head, "V": head, "STAGES": 2, "SOFTCAP": False}
 
 
-# Heads of 128 need the most shared memory; what is compiled a second time has the other size, which is sooner done.
+# Heads of 128 need the most shared memory. The second variant of queries_kernel uses heads of 64, which compile faster.
 KERNELS = (
     (hopper_forward.forward_kernel, {**sizes(128), "N": BLOCK, "FRESH": True}),
     (hopper_keys.keys_kernel, sizes(128)),
@@ -40,7 +40,7 @@ def described(rows: int, heads: int, head: int) -> str:
 
 
 def tensors(head: int, fresh: bool) -> dict[str, str]:
-    """Types of arguments by name."""
+    """Return the types of tensor arguments by name."""
     return {
         **dict.fromkeys(("q", "do"), described(64 // PACK, PACK, head)),
         **dict.fromkeys(("k", "v"), described(BLOCK, 1, head)),
@@ -53,7 +53,9 @@ def tensors(head: int, fresh: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print each kernel's name, shared memory, and which of Hopper's instructions it has."""
+    """Print each kernel's name, its shared memory, and for each of Hopper's instructions whether the kernel contains
+    it.
+    """
     for kernel, constants in KERNELS:
         made = compiled(kernel, constants, tensors(constants["D"], constants.get("FRESH", False)))
         code = str(made.asm["ptx"])
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], tensors: dict[str, str]) -> Any:
-    """The kernel for sm90: arguments that are no tensor are 32-bit integers."""
+    """Compile the kernel for sm90; arguments that are not tensors are 32-bit integers."""
     signature = {n: "constexpr" if n in constants else tensors.get(n, "i32") for n in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = GluonASTSource(kernel, signature, constants, aligned)

@@ -1,7 +1,7 @@
-"""Proves the choice of kernels: what each machine gets, the reason that goes with it,
-and errors that say what is supported.
+"""Proves the choice of kernels: which kernel each machine gets, the reason given for it, and errors that say what is
+supported.
 
-Machines are stood in for: compute capability, Triton's presence and the kernels' own limits are set by the tests.
+The machines are simulated: the tests set the compute capability, whether Triton is installed, and the kernels' limits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def limited(sizes: tuple[int, ...] | range, dtypes: tuple[torch.dtype, ...] = (B
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``machine(capability, ...)`` makes every CUDA device look like that, with these kernels."""
+    """Return a function that makes every CUDA device appear to have this compute capability and these kernels."""
     real = choose.find_kernel
     modules = {
         "fa4": ImportError("No module named 'flash_attn'"),
@@ -125,7 +125,7 @@ def test_an_unsupported_head_size_names_the_supported_ones(machine: Any) -> None
 
 @pytest.mark.parametrize("sizes", [(80, 80), (72, 128), (192, 128), (256, 256)])
 def test_head_sizes_that_only_triton_has_run_on_hopper(machine: Any, sizes: tuple[int, int]) -> None:
-    """By the kernels' own limits."""
+    """Uses the real limits of the Triton and Hopper kernels."""
     names = ("triton", "hopper")
     machine((9, 0), **{n: pytest.importorskip(f"flexcp.executor.kernels.{n}_kernel") for n in names})
     choice = choose_kernel("cuda", BF16, *sizes)

@@ -1,5 +1,5 @@
-"""Proves that a list called simple is exactly what FlashAttention-4 would compute for its documents and window, and
-when it is taken.
+"""Proves that a list of slices which is reported as a simple form (documents end to end under one window) is exactly
+what FlashAttention-4 would compute for these documents and this window, and when that kernel is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def seen_by(slices: NDArray[np.int64], rows: int, keys: int) -> NDArray[np.bool_
 
 
 def seen_in(form: Form) -> NDArray[np.bool_]:
-    """What FlashAttention documents: windows count from the diagonal that ends in a document's last row and key."""
+    """Return the pairs by FlashAttention's documentation: windows are counted from the diagonal through the last row
+    and key.
+    """
     out = np.zeros((int(form.rows_at[-1]), int(form.keys_at[-1])), bool)
     borders = zip(form.rows_at[:-1], form.rows_at[1:], form.keys_at[:-1], form.keys_at[1:], strict=True)
     for q0, q1, k0, k1 in borders:
@@ -71,7 +73,7 @@ def test_other_lists_are_not() -> None:
 
 
 def test_rows_and_keys_of_other_lengths_end_together() -> None:
-    """Four queries behind a prefix of six keys: causal from the last key, not from the first."""
+    """Four queries follow a prefix of six keys: causality is counted from the last key, not from the first."""
     slices = np.array([[0, 4, 0, 10, -(1 << 40), 6]])
     form = form_of(slices)
     assert form is not None and form.window == {"causal": True}
@@ -79,7 +81,7 @@ def test_rows_and_keys_of_other_lengths_end_together() -> None:
 
 
 def test_long_documents_go_to_flash_attention_and_short_ones_stay() -> None:
-    # At 4,096 tokens the GPU would be done before the host has made the call.
+    # At 4,096 tokens the GPU would finish before the host has launched the call.
     expected_of = (
         ([65_536], (True, True)),
         ([16_384], (True, True)),

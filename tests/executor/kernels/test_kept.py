@@ -1,7 +1,7 @@
-"""Proves that a compiled kernel is kept on disk and loaded from there,
-and that no file of another's or of another source is.
+"""Proves that a compiled CuTe kernel is stored on disk and loaded from there, but never from a file that is damaged or
+that other users can write.
 
-Without the CuTe DSL: its compiler and loader are stood in for by functions that write and read bytes.
+The CuTe DSL is not needed: functions that write and read bytes replace its compiler and loader.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 
 class Made:
-    """A compiled function of the DSL."""
+    """Stands for a compiled function of the CuTe DSL."""
 
     def export_to_c(self, path: str, function_name: str) -> None:
         assert function_name == "flexcp_kernel"

@@ -1,8 +1,7 @@
-"""Proves the kernels: cpu and reference against dense float64 attention under torch's autograd,
-written here on its own.
+"""Proves the kernels ``cpu`` and ``reference`` against a separate dense float64 attention under torch's autograd.
 
-Outputs, LSE and all gradients, with softcap, grouped heads, a value head of another size, several slices over the same
-rows, results accumulated over calls, rows without keys, and arguments that are views of a larger tensor's heads.
+Compares outputs, LSE and all gradients, with softcap, grouped heads, a value head of another size, several slices over
+the same rows, results accumulated over calls, rows without keys, and inputs that are views of some heads of a tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SLICES: dict[str, list[tuple[int, ...]]] = {
     "band": [(2, 48, 0, 50, -5, 2)],
     "one pair": [(7, 8, 55, 56, 48, 48)],
     "strictly upper": [(0, 48, 1, 56, 1, 55)],
-    # Window and sink of the same rows, and a gap (rows 20..29 see nothing).
+    # A window and a sink (the first few keys) over the same rows, and a gap: rows 20..29 see nothing.
     "shared rows": [(0, 20, 0, 20, -3, 0), (4, 20, 0, 4, -19, -4), (30, 48, 10, 56, -20, 8), (30, 40, 0, 5, -39, -26)],
     "nothing": [],
 }
@@ -39,7 +38,7 @@ HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1)}
 
 @dataclass
 class Problem:
-    """Random inputs and output gradients, and the exact answers."""
+    """Random inputs and output gradients, and the exact results."""
 
     q: Tensor
     k: Tensor
@@ -52,7 +51,7 @@ class Problem:
 
 
 def seen_pairs(slices: np.ndarray, queries: int, keys: int) -> Tensor:
-    """Pair by pair, by the definition of a slice."""
+    """Return which queries see which keys, pair by pair, by the definition of a slice."""
     return _seen_pairs(tuple(map(tuple, slices.tolist())), queries, keys)
 
 
@@ -65,7 +64,10 @@ def _seen_pairs(slices: tuple[tuple[int, ...], ...], queries: int, keys: int) ->
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Attention head by head; only rows that see a key are computed, so autograd meets no -inf minus -inf."""
+    """Dense attention, head by head.
+
+    Only rows that see a key are computed, so that autograd never computes -inf minus -inf.
+    """
     share = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype)
@@ -110,7 +112,7 @@ def make_problem(
 
 
 def solve(kernel: Any, problem: Problem, parts: list[np.ndarray] | None = None) -> dict[str, Tensor]:
-    """Forward over all parts, then backward over all parts from the complete LSE."""
+    """Run forward over all parts of the slices, then backward over all parts from the complete LSE."""
     p, accumulator = problem, accumulator_dtype(problem.q.dtype)
     out = torch.zeros(p.do.shape, dtype=accumulator)
     lse = torch.full(p.dlse.shape, -torch.inf, dtype=accumulator)
@@ -149,7 +151,7 @@ def test_kernel_equals_dense_attention(kernel: str, slices: str, heads: str) -> 
 def test_a_bad_number_stays_with_those_that_see_it(
     kernel: str, slices: str, where: str, bad: float, softcap: float | None
 ) -> None:
-    """Rows and keys that have no pair with the row of a NaN or an infinity are exactly what they are without it."""
+    """Rows and keys without a pair that involves the row of a NaN or infinity give the same results as without it."""
     problem, row = make_problem(SLICES[slices], HEADS["GQA"], softcap=softcap), 17
     clean = solve(KERNELS[kernel], problem)
     tensor = getattr(problem, where).clone()
@@ -158,7 +160,8 @@ def test_a_bad_number_stays_with_those_that_see_it(
     seen = seen_pairs(problem.slices, *problem.exact["out"].shape[:1], problem.k.shape[0])
     query_side = where in ("q", "do")
     touched_rows = torch.arange(len(seen)) == row if query_side else seen[:, row]
-    # A row that holds a bad number, or sees one, hands it to all keys that it sees, and these to nobody.
+    # A row that holds or sees a bad number passes it on to the gradients of all keys that it sees; these pass it on to
+    # nobody.
     touched_keys = seen[touched_rows].any(0)
     touched_keys[row] |= not query_side
     assert not found["out"][touched_rows].isfinite().all() or where != "v"
@@ -253,7 +256,7 @@ def test_views_of_heads_write_only_their_heads(kernel: str) -> None:
 
 
 def test_cpu_kernel_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tiles of 16 rows every slice spans several, at all positions of the band's edge."""
+    """With tiles of 16 rows every slice spans several tiles, and the edge of a band crosses tiles at all positions."""
     monkeypatch.setattr(cpu, "TILE_LOGITS", 1)
     for name, slices in SLICES.items():
         problem = make_problem(slices, HEADS["GQA"], softcap=1.5 if name == "band" else None)
@@ -267,8 +270,10 @@ def test_cpu_kernel_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpu_tiles_read_what_their_rows_see_and_mask_what_a_band_crosses(
     row: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows follow each other; keys are those from the first row's first to the last row's last, and the band is left
-    out where every row of the tile sees all of them.
+    """The tiles' rows follow each other without gaps; their keys are all that their rows see.
+
+    Keys run from the first that the tile's first row sees to the last that its last row sees, and no band is applied
+    where every row of the tile sees all of these keys.
     """
     q0, q1, k0, k1, lo, hi = row
     for logits in (1, 6 * 100 * 40, 1 << 21):
@@ -284,7 +289,7 @@ def test_cpu_tiles_read_what_their_rows_see_and_mask_what_a_band_crosses(
 
 
 def test_cpu_tiles_have_16_to_256_rows_and_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first row of a tile says how many keys its rows see; here always 100."""
+    """A tile's height follows from the number of keys that its first row sees, which is 100 for every row here."""
     for logits, rows in ((1, 16), (6 * 100 * 40, 40), (6 * 100 * 41 - 1, 40), (1 << 30, 256)):
         monkeypatch.setattr(cpu, "TILE_LOGITS", logits)
         heights = [tile.stop - tile.start for tile, _, _ in cpu._tiles(np.array([(0, 600, 0, 699, 0, 99)]), 6)]
@@ -345,11 +350,14 @@ def test_unknown_kernel_is_refused() -> None:
         find_kernel("cuda")
 
 
-# --- stock: FlashAttention's varlen operator stood in for by its definition -------------------------------------------
+# --- stock: a dense computation replaces FlashAttention's varlen operator ---------------------------------------------
 
 
 def seen_by_window(call: stock.Call, rows: int, keys: int) -> Tensor:
-    """Sequence by sequence: last row and last key aligned, ``left`` keys before and ``right`` after."""
+    """Return which rows see which keys by FlashAttention's definition of windows.
+
+    In each sequence the last row and the last key are aligned; ``left`` keys before and ``right`` keys after are seen.
+    """
     seen = torch.zeros(rows, keys, dtype=torch.bool)
     row_at, key_at = call.rows_at.tolist(), call.keys_at.tolist()
     assert (row_at[-1], key_at[-1]) == (rows, keys)
@@ -370,7 +378,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, call: stock.Call, scale: floa
 def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, call: stock.Call, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By the rules of FlashAttention: the LSE is the caller's, delta is rowsum(do * out)."""
+    """Compute gradients by FlashAttention's rules: the caller gives the LSE, and delta is rowsum(do * out)."""
     share = q.shape[1] // k.shape[1]
     k_KHD, v_KHV = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     logits = torch.einsum("qhd,khd->hqk", q, k_KHD) * scale
@@ -403,7 +411,7 @@ def test_stock_splits_slices_between_flash_and_ragged(
     calls, rest = stock.split(stock.prepare(problem.slices, 6, 2, 8, 8, problem.q.device).slices)
     assert (len(calls) > 0) == (smallest == 1 and slices != "nothing") or smallest == 100
     assert (len(rest) > 0) == (smallest == 10**9 and slices != "nothing") or smallest == 100
-    assert_equal(solve(stock, problem), problem.exact, 1e-5)  # the stand-in for the output is float32
+    assert_equal(solve(stock, problem), problem.exact, 1e-5)  # the made-up output is float32
 
 
 def test_stock_lays_documents_of_one_window_into_one_call(stock_on_cpu: None) -> None:
@@ -422,7 +430,7 @@ def test_stock_lays_documents_of_one_window_into_one_call(stock_on_cpu: None) ->
         ([(0, 20, 0, 10, -FAR, FAR), (0, 20, 20, 30, -FAR, FAR)], 2),  # the same rows
         ([(0, 20, 0, 10, -FAR, FAR), (20, 48, 5, 30, -FAR, FAR)], 2),  # the same keys
         ([(0, 20, 20, 40, -FAR, FAR), (20, 48, 0, 10, -FAR, FAR)], 2),  # keys descend
-        ([(0, 20, 0, 20, -3, 0), (20, 48, 20, 48, -5, 0)], 2),  # other windows
+        ([(0, 20, 0, 20, -3, 0), (20, 48, 20, 48, -5, 0)], 2),  # different windows
     ],
 )
 def test_stock_makes_as_few_calls_as_fit(stock_on_cpu: None, slices: list[tuple[int, ...]], calls: int) -> None:

@@ -1,7 +1,7 @@
-"""Proves that the CuTe kernels compile for sm90 without a GPU, into products that overlap,
-and that their items are dealt well.
+"""Proves that the CuTe kernels compile for sm90 without a GPU into matrix products that overlap, and that their work
+items are dealt out evenly to programs.
 
-What they compute is the GPU suite's to prove (benchmarks/gpu.py): the CuTe DSL has no interpreter.
+Their results are checked on a GPU (benchmarks/gpu.py), because the CuTe DSL has no interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSTRUCTIONS = {
     "backward_alone": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.global", "setmaxnreg"),
 }
 WAITS = {"forward": 8, "forward_finishing": 8, "backward": 20, "backward_open": 20, "backward_alone": 20}
-"""Waits for products in the program: a compiler that serialises them waits after each of the 48 and 64."""
+"""Most waits for matrix products in a kernel; a compiler that serialises products waits after each of the 48 or 64."""
 
 
 def disassembler() -> Path:
@@ -42,7 +42,7 @@ def disassembler() -> Path:
 
 
 def compiled(kernel: str, folder: Path) -> str:
-    """The kernel's PTX; PTX and machine code lie in the folder."""
+    """Compile the kernel; return its PTX. The folder then contains PTX and machine code."""
     pytest.importorskip("cutlass")
     settings = {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(folder)}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), kernel]
@@ -107,7 +107,7 @@ def test_every_item_is_dealt_once_and_no_program_gets_much_more(
     table = dealt(order, sizes, groups, programs)
     assert (table[-1] == -1).all() and table.shape[1] == programs
     assert sorted(table[table >= 0].tolist()) == sorted(order.tolist())
-    # A program without an item in a round has none in a later one: it stops at the first.
+    # A program stops at the first round without an item, so no item may follow in a later round.
     assert not ((table[:-1] < 0) & (table[1:] >= 0)).any()
     work = np.where(table >= 0, sizes[np.maximum(table, 0) // groups] + TILE_PRICE, 0).sum(0)
     assert longest_program(table, sizes, groups) == work.max()

@@ -1,7 +1,7 @@
-"""Proves that the Hopper kernels compile for sm90 with the Triton at hand, without a GPU,
-into Hopper's own instructions.
+"""Proves that the Hopper kernels compile for sm90, with the installed Triton and without a GPU, into Hopper's own
+instructions.
 
-What they compute is the GPU suite's to prove (benchmarks/gpu.py): Gluon has no interpreter.
+Their results are checked on a GPU (benchmarks/gpu.py), because Gluon has no interpreter.
 """
 
 from __future__ import annotations

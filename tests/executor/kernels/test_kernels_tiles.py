@@ -1,8 +1,8 @@
-"""Proves the work lists of GPU kernels: replayed by hand, they cover every pair
-of the slices exactly once and nothing else.
+"""Proves the work lists of the GPU kernels: replayed in Python, they cover every (query, key) pair of the slices
+exactly once, and no other pair.
 
-Clear blocks hold no pair that a mask would hide; no row is in two tiles; long tiles come first; splitting keeps the
-pairs; and what is computed for nothing stays small.
+Also: clear blocks, which kernels run without a mask, contain no pair that a mask would hide; no row is in two tiles;
+long tiles come first; splitting tiles keeps the pairs; and little is computed for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ documents = st.lists(st.tuples(st.integers(1, 36), st.sampled_from(NAMED), st.in
 
 
 def slices_of(parts: list[tuple[int, masks.Mask, int]], keys_at: int = 0) -> np.ndarray:
-    """Documents with gaps between them, keys moved by ``keys_at`` against the queries."""
+    """Return the slices of documents with gaps between them, keys shifted by ``keys_at`` against the queries."""
     found, at = [], 0
     for length, mask, gap in parts:
         found.append(masks.shift(mask.slices(length), at + gap, at + gap + keys_at))

@@ -1,7 +1,8 @@
-"""Proves the Triton kernel in Triton's interpreter: every head arrangement, mask and way to call it, by the error rule.
+"""Proves the Triton kernel in Triton's interpreter: every arrangement of heads, mask and way to call it keeps within
+twice the reference kernel's error plus one rounding.
 
-Also what it refuses, and how. bfloat16 is the GPU suite's (benchmarks/gpu.py): the interpreter multiplies its bits as
-integers.
+Also which inputs it refuses, and how. bfloat16 is tested on a GPU (benchmarks/gpu.py), because the interpreter
+multiplies bfloat16 values as if their bits were integers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMES = {"out", "lse", "dq", "dk", "dv"}
 
 @pytest.fixture(scope="module")
 def shares(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
-    """Error / allowed error of each result of each case, from the interpreter's process."""
+    """Return error / allowed error of each result of each case, computed in a process that uses the interpreter."""
     run = [sys.executable, "-W", "ignore", str(SCRIPT), *(["--long"] if request.config.getoption("--long") else [])]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(run, capture_output=True, text=True, timeout=600, env=environment)
@@ -68,7 +69,7 @@ def test_refuses_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_odd_strides_are_copied_or_refused() -> None:
-    odd = torch.zeros(5, 2, 72)[..., :64]  # heads 72 apart
+    odd = torch.zeros(5, 2, 72)[..., :64]  # heads are 72 elements apart
     assert triton_kernel.aligned(odd).is_contiguous()
     some_heads = torch.zeros(5, 4, 64)[:, 1:3]
     assert triton_kernel.aligned(some_heads) is some_heads
@@ -85,7 +86,7 @@ def test_odd_strides_are_copied_or_refused() -> None:
 def test_heads_of_any_supported_size_are_read_where_they_are(
     sizes: tuple[int, int], unit: int, columns: list[int]
 ) -> None:
-    """The user's tensors are not copied, alone or as views of one projection."""
+    """The user's tensors are not copied, neither whole tensors nor views of one projection's output."""
     work = triton_kernel.WorkList(np.zeros((0, 6), np.int64), 4, 2, *sizes, torch.device("cpu"))
     assert work.unit == unit
     assert [triton_kernel.columns(size) for size in sizes] == columns
@@ -114,15 +115,15 @@ def test_packs_heads() -> None:
     ],
 )
 def test_heads_take_turns_where_tiles_are_uneven(name: str, rows: int, turn: int) -> None:
-    """An H200's 264 programs at a time, 8 groups of heads, blocks of 64 keys."""
+    """An H200 runs 264 programs at a time; here with 8 groups of heads and blocks of 64 keys."""
     made = tile_list(workload(name, 16_384).slices(), rows, 64)
     assert triton_kernel.tiles_in_turn(made, 8, 264) == turn
 
 
 def test_a_part_of_a_programs_work_is_long() -> None:
     made = tile_list(masks.full().slices(2048), 32, 64)  # 64 tiles of 32 blocks
-    assert triton_kernel.tiles_in_turn(made, 57, 256) == triton_kernel.CHUNK  # 456 blocks a program: 32 are 7.0 %
-    assert triton_kernel.tiles_in_turn(made, 58, 256) == 64  # 464: 6.9 %
+    assert triton_kernel.tiles_in_turn(made, 57, 256) == triton_kernel.CHUNK  # of 456 blocks a program, 32 are 7.0 %
+    assert triton_kernel.tiles_in_turn(made, 58, 256) == 64  # of 464 blocks, 6.9 %
 
 
 def test_long_key_tiles_are_split() -> None:
@@ -135,7 +136,7 @@ def test_long_key_tiles_are_split() -> None:
 
 
 def test_a_work_list_knows_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors name their device with a number: a list for "cuda" is the current device's."""
+    """A work list made for "cuda" belongs to the current device, since tensors name their device with a number."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     wanted = [torch.device("cuda"), torch.device("cuda", 1), torch.device("cpu")]
     found = [triton_kernel.WorkList(np.zeros((0, 6), np.int64), 2, 2, 64, 64, d).device for d in wanted]

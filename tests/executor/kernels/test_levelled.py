@@ -1,4 +1,6 @@
-"""Levelled launches: the same blocks, ordered parts, waits that end, and programs that end together."""
+"""Proves levelled launches, which cut tiles into parts so that all programs end together: they visit the same blocks,
+their parts are ordered, and no program waits forever.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ BLOCK = 128
 
 
 def causal(lengths: list[int]) -> SegmentList:
-    """Segments of causal documents end to end, in tiles of 32 rows."""
+    """Return the segments of causal documents laid end to end, in tiles of 32 rows."""
     starts = np.cumsum([0, *lengths])
     slices = np.array([[a, b, a, b, -(1 << 40), 0] for a, b in pairwise(starts)], np.int64)
     return segment_list(tile_list(slices, 32, BLOCK), BLOCK)
 
 
 def level(made: SegmentList, groups: int, programs: int) -> tuple[LevelledList, np.ndarray]:
-    """The launch before and after."""
+    """Return the launch after levelling, and the items before."""
     blocks = made.tiles[:, 3].astype(np.int64)
     items = dealt(in_turns(len(blocks), groups, 1), blocks, groups, min(programs, len(blocks) * groups))
     return levelled(made, items, groups, programs, BLOCK), items
 
 
 def walked(made: SegmentList, items: np.ndarray, groups: int) -> list[tuple[int, ...]]:
-    """(group, rows, key, mask and limits) of every block of a launch, sorted."""
+    """Return (group, rows, key, mask and limits) of every block of a launch, sorted."""
     found = []
     for item in items[items >= 0].tolist():
         row0, row1, segment, left = made.tiles[item // groups].tolist()
@@ -51,7 +53,7 @@ def test_a_levelled_launch_walks_the_same_blocks_in_an_order_that_ends(
     found, items = level(made, groups, programs)
     assert walked(found.made, found.items, groups) == walked(made, items, groups)
     assert found.items.shape[1] <= programs and (found.items[-1] == -1).all()
-    # Every program's list has no gap, since a program stops at the first.
+    # A program stops at the first gap in its list, so there must be none before its end.
     there = found.items >= 0
     assert (there[1:] <= there[:-1]).all() and there[0].all()
     where = {int(item): (int(p), int(n)) for n, p in np.argwhere(there) for item in [found.items[n, p]]}
@@ -66,14 +68,14 @@ def test_a_levelled_launch_walks_the_same_blocks_in_an_order_that_ends(
         assert [x // 2 for x in numbers] == list(range(len(numbers)))
         assert [x % 2 for x in numbers] == [0] * (len(numbers) - 1) + [1]
         places = [by_number[x] for x in numbers]
-        # Parts that others wait for are in programs with lower numbers, which start first.
+        # Parts that other programs wait for belong to programs with lower numbers, which start first.
         assert [p for p, _ in places] == sorted({p for p, _ in places})
-        # Whoever waits is the last of its program.
+        # A part that waits for another one is the last item of its program.
         assert all(n == int(there[:, p].sum()) - 1 for p, n in places[1:])
 
 
 def test_programs_end_together() -> None:
-    # A rectangle: 145 tiles of one length for 8 groups of heads, 8.8 for each program.
+    # A rectangle of 145 tiles of equal length for 8 groups of heads: 8.8 tiles for each program.
     made = segment_list(tile_list(np.array([[0, 4640, 0, 20_000, -(1 << 40), 1 << 40]]), 32, BLOCK), BLOCK)
     blocks = made.tiles[:, 3].astype(np.int64)
     found, items = level(made, 8, 132)
@@ -98,7 +100,9 @@ def test_a_list_of_fewer_items_than_programs_is_spread() -> None:
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_receivers_get_the_blocks_that_would_have_been_walked_first(descending: bool) -> None:
-    """Of a mask's blocks those at the diagonal are walked first in a backward, so that all programs begin with them."""
+    """In a backward pass the blocks at the diagonal are visited first, so the programs that receive parts begin with
+    those.
+    """
     slices = np.array([[0, 64, 0, 9000, -(1 << 40), 1 << 40], [0, 64, 12_000, 16_384, -(1 << 40), 1 << 40]])
     made = segment_list(tile_list(slices, 32, BLOCK), BLOCK)
     blocks = made.tiles[:, 3].astype(np.int64)

@@ -1,5 +1,5 @@
-"""Proves what attention does to rows at their ends: sinks and delta against dense attention under torch's autograd,
-rows that see no key, and the gradient of a sink where its terms cancel.
+"""Proves the computations before and after the kernels: sinks and delta (the row sums of the output times its gradient)
+against dense attention under torch's autograd, rows that see no key, and a sink's gradient whose terms cancel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def logits_and_values() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_head(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The product ``[row, head, key] @ [key, head, channel]`` of each head."""
+    """Return the product ``[row, head, key] @ [key, head, channel]`` of each head."""
     return (p.transpose(0, 1) @ values.transpose(0, 1)).transpose(0, 1)
 
 
@@ -42,7 +42,7 @@ def test_a_row_without_keys_has_the_sink_alone() -> None:
 
 
 def test_gradients_of_sinks_and_logits_are_those_of_autograd() -> None:
-    """The loss reads output and LSE, so that delta carries the gradients of both."""
+    """The loss uses both output and LSE, so delta must carry the gradients of both."""
     logits, values = logits_and_values()
     logits, sinks = logits.requires_grad_(), SINKS.clone().requires_grad_()
     more = torch.cat([logits, sinks[None, :, None].expand(5, 3, 1)], -1)
@@ -67,7 +67,7 @@ def test_reordered_gradients_keep_their_delta() -> None:
 
 
 def test_a_sinks_gradient_survives_cancellation() -> None:
-    """Terms of up to 2**24 add up to 1,000 a head; sums in float32 would lose it, whatever their order."""
+    """Terms of up to 2**24 add up to 1,000 for each head, which sums in float32 would lose in any order."""
     generator = torch.Generator().manual_seed(0)
     large = torch.randint(1 << 20, 1 << 24, (4096, 3), generator=generator)
     terms = torch.cat([large, -large, torch.ones(1000, 3, dtype=torch.int64)])[

@@ -1,7 +1,7 @@
-"""Cases for the Triton kernel in Triton's interpreter, run by test_kernels_triton in a process of their own:
-one JSON line each. The argument ``--long`` adds the long cases, whose parts occur in others.
+"""Runs the Triton kernel's cases in Triton's interpreter and prints one JSON line for each.
 
-The interpreter must be asked for before Triton is imported, and would change what other tests see.
+Run by test_kernels_triton.py in a separate process, because the interpreter must be chosen before Triton is imported
+and would affect other tests. ``--long`` adds the long cases, each of whose features also occurs in a short one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexcp.masks import Mask
 
 @dataclass(frozen=True)
 class Case:
-    """Documents under masks, heads, and what is special."""
+    """Documents with their masks, the heads, and options of the call."""
 
     name: str
     documents: tuple[tuple[int, Mask], ...]
@@ -39,9 +39,9 @@ class Case:
     margin: int = 0
     fresh: bool = False
     deterministic: bool = False  # key tiles are not split
-    wide: bool = False  # q, k, v are some heads of wider tensors; the other heads and rows outside the slices hold NaN
-    # Tiles in a turn of a group of heads, and blocks in the shortest part of a tile of keys; with the kernel's own
-    # numbers hundreds of tokens are needed before groups take turns or tiles are split.
+    wide: bool = False  # q, k, v are views of wider tensors; heads and rows not used hold NaN
+    # Tiles that a group of heads processes in one turn, and blocks in the shortest part of a tile of keys. With the
+    # kernel's own values it takes hundreds of tokens before groups take turns or tiles are split.
     chunk: int = triton_kernel.CHUNK
     shortest: int = triton_kernel.SHORTEST_PART
     long: bool = False  # only with --long
@@ -81,13 +81,13 @@ CASES = (
 
 
 def main() -> None:
-    """Print the share of its allowed error that each result of each case has."""
+    """Print, for each case, each result's error divided by the allowed error."""
     for case in (case for case in CASES if "--long" in sys.argv or not case.long):
         print(json.dumps([case.name, shares(case)]), flush=True)
 
 
 def shares(case: Case) -> dict[str, float]:
-    """Error / allowed error: twice the reference kernel's plus one rounding."""
+    """Return error / allowed error of each result; allowed is twice the reference kernel's error plus one rounding."""
     slices, tokens = _slices(case)
     inputs = _inputs(case, tokens)
     with patch.object(triton_kernel, "CHUNK", case.chunk), patch.object(triton_kernel, "SHORTEST_PART", case.shortest):
@@ -108,7 +108,7 @@ def _slices(case: Case) -> tuple[np.ndarray, int]:
 
 
 def _inputs(case: Case, tokens: int) -> list[Tensor]:
-    """q, k, v, do: the last 70 rows are in no slice."""
+    """Return q, k, v and do; no slice contains the last 70 rows."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim))
     made = []
@@ -126,7 +126,7 @@ def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel: Any = tri
     settings = Settings(q.shape[2] ** -0.5, case.softcap, case.deterministic, case.margin)
     out, lse = torch.zeros(do.shape, dtype=precise), torch.full(q.shape[:2], -torch.inf, dtype=precise)
     dq, dk, dv = (torch.zeros(x.shape, dtype=precise) for x in (q, k, v))
-    if case.fresh:  # results of queries begin as anything, and in the model's dtype
+    if case.fresh:  # out, lse and dq start with arbitrary values, out and dq in the model's dtype
         out, dq = out.to(q.dtype), dq.to(q.dtype)
         for x in (out, lse, dq):
             x[: len(x) - 70] = 7.0
@@ -152,7 +152,9 @@ def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel: Any = tri
 
 
 def _assert_taken_apart(case: Case, work: Any, keys: Any, queries: Any) -> None:
-    """A case with numbers of its own has several turns, the last of them short, and split tiles of keys."""
+    """Check that a case with its own ``chunk`` has several turns, the last one short, and one with its own ``shortest``
+    has split tiles of keys.
+    """
     if case.chunk != Case.chunk:
         tiles = len(work.rows(queries))
         assert tiles > case.chunk and tiles % case.chunk, tiles

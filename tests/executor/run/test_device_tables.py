@@ -1,5 +1,5 @@
-"""Proves that tables of a step are found, and used on another stream only after it waited; with streams that only note
-what is asked.
+"""Proves that a step finds all of its device tables, and that another CUDA stream uses them only after waiting for the
+stream that made them. The streams here only record what is asked of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcp.executor.torch_operators import on_their_device
 
 
 class Stream:
-    """A stream that notes what it waits for."""
+    """A stream that records what it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[Stream] = []

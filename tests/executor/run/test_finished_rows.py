@@ -1,9 +1,9 @@
-"""Proves that a row which a list finishes is written by the last of those that add to it, and that nothing reads or
-adds to it afterwards.
+"""Proves that a row which a work list finishes is written by the last list that adds to it, and that nothing reads it
+or adds to it afterwards.
 
-The CPU kernel is made one that begins and finishes rows: what it begins it clears first, what it finishes goes to the
-rounded output, and NaN goes to the sums in its place. Whoever begins a row too late or finishes it too early, twice or
-never, changes the output; else it is the plain kernel's, bit for bit.
+The CPU kernel is replaced by one that can begin and finish rows: it clears the rows it begins, and writes the rows it
+finishes to the rounded output and NaN to their sums. A row that is begun too late, or finished too early, twice or
+never, therefore changes the output; otherwise the output equals the plain kernel's bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plan_for(ranks: int, strategy: str, mask: masks.Mask | None = None) -> Plan:
 
 @contextmanager
 def finishing() -> Iterator[list[int]]:
-    """The CPU kernel finishes rows; yields how many in each list."""
+    """Make the CPU kernel finish rows; yields a list of how many rows each work list finished."""
     plain, rows = cpu.forward, []
 
     def prepare(slices: Ints, *sizes: Any, begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS) -> Listed:
@@ -82,7 +82,7 @@ def finishing() -> Iterator[list[int]]:
 
 
 def outputs(group: dist.ProcessGroup, plan: Plan) -> dict[str, Any]:
-    """Whether the rank's output is the plain kernel's, and the rows that each of its lists finished."""
+    """Return whether the rank's output equals the plain kernel's, and the rows that each of its work lists finished."""
     plain = output_of(flexcp.bind(plan, group))
     with finishing() as rows:
         found = output_of(flexcp.bind(plan, group))

@@ -1,7 +1,8 @@
-"""Proves the loop over slots without a network: ranks are threads of this process that leave messages in a box.
+"""Proves the executor's loop over a pass's stages without a network: ranks are threads that leave messages in a shared
+box.
 
-Every kind of traffic there is, forward and backward, against one rank alone: needed and static, heads split, relayed
-inside nodes, and tokens that are put in order on their own rank first (a scattered layout).
+Compares every kind of traffic, forward and backward, with one rank alone: sending only what is read, static rings and
+all-gathers, split heads, relays inside nodes, and a scattered layout, whose tokens are first sorted on their own rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CASES = [
 
 
 class Box:
-    """Messages by (source, target, stage)."""
+    """A queue of messages for each (source, target, stage)."""
 
     def __init__(self) -> None:
         self._lock, self._queues = threading.Lock(), dict[tuple[int, ...], queue.SimpleQueue[Tensor]]()
@@ -57,8 +58,9 @@ class Box:
 
 
 class BoxExchange(Exchange):
-    """Leaves messages in a box and takes them from there; ``ended`` says for each end of a pass whether the pass still
-    had the arena then.
+    """Leaves messages in a box and takes them from there.
+
+    ``ended`` records, at each end of a pass, whether the pass still held its lease of the arena.
     """
 
     rank: int
@@ -80,12 +82,12 @@ class BoxExchange(Exchange):
     def finish(self) -> None:
         assert not self._arriving
         size = self.arena.size
-        with self.arena.lease(size + 1, CPU):  # only an arena that nobody has grows
+        with self.arena.lease(size + 1, CPU):  # an arena grows only when it is not leased
             self.ended.append(self.arena.size == size)
 
 
 class Marks:
-    """Counts what a pass tells whoever watches it."""
+    """Counts the calls that a pass makes to its telemetry."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -111,14 +113,14 @@ def planned(strategy: str, nodes: int, ranks: int) -> Plan:
 
 
 def streams() -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output, of all tokens."""
+    """Return q, k, v and the output gradient of all tokens."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM), (HEADS, V_HEAD_DIM))
     return tuple(torch.randn(sum(LENGTHS), *size, dtype=torch.float64, generator=generator) for size in sizes)
 
 
 def alone() -> list[Tensor]:
-    """Output and gradients of one rank."""
+    """Return output and gradients computed by one rank."""
     q, k, v, do = streams()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = flexcp.attention(q, k, v, flexcp.bind(planned("dp", 1, 1)))
@@ -127,7 +129,7 @@ def alone() -> list[Tensor]:
 
 
 def rows_of(plan: Plan, rank: int) -> Tensor:
-    """The tokens of a rank in the order it keeps them."""
+    """Return the tokens of a rank in the order in which the rank stores them."""
     kept, rows = plan.placement.kept, torch.full((int(plan.placement.tokens[rank]),), -1)
     for start, stop, owner, local in zip(kept.start, kept.stop, kept.rank, kept.local, strict=True):
         if owner == rank:
@@ -136,9 +138,10 @@ def rows_of(plan: Plan, rank: int) -> Tensor:
 
 
 def one_rank(plan: Plan, rank: int, boxes: tuple[Box, Box]) -> tuple[list[Tensor], list[int]]:
-    """Output, dq, dk, dv of a rank's rows; its marks in both passes, less those it must make.
+    """Return output, dq, dk and dv of a rank's rows, and, for each pass, how many of its expected marks are missing.
 
-    A pass that exchanges messages ends its exchange once, before it gives back the arena in which they are.
+    A pass that exchanges messages must finish its exchange once, and before it returns the arena that holds the
+    messages.
     """
     q, k, v, do = (stream[rows_of(plan, rank)] for stream in streams())
     types, missing, ended = types_of(q), list[int](), list[bool]()
@@ -180,7 +183,7 @@ def test_ranks_together_compute_what_one_computes_alone(strategy: str, nodes: in
 
 
 def test_a_scattered_layout_puts_own_tokens_in_order_first() -> None:
-    """As many pieces stay on their rank as the plan's table says, each with its rows."""
+    """The rank's program moves as many pieces inside the rank as the plan's table says, each with as many rows."""
     plan = planned("scattered", 1, 3)
     for backward in (False, True):
         t = plan.programs[0][backward].transfers

@@ -1,5 +1,5 @@
-"""Proves which memory a kernel is given by local attention:
-results to write only where every row sees a key and the kernel can write.
+"""Proves which memory attention without communication gives to a kernel: uninitialised results only where every row
+sees a key and the kernel overwrites its results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ROWS = torch.zeros(5, 2)
 
 @pytest.mark.parametrize(("fresh", "whole"), [(True, True), (True, False), (False, True)])
 def test_rows_without_a_key_and_kernels_that_add_start_from_nothing(fresh: bool, whole: bool) -> None:
-    """A kernel that reaches no row: what it was to write may be anything, what it was to add to must be zero."""
+    """With a kernel that writes nothing, results that it should overwrite may be anything, and those it adds to must be
+    zero.
+    """
     given: list[bool] = []
 
     def untouched(*arguments: Any) -> None:
@@ -48,7 +50,9 @@ def test_rows_without_a_key_and_kernels_that_add_start_from_nothing(fresh: bool,
     [(True, False, True), (False, False, True), (True, True, True), (True, False, False)],
 )
 def test_a_backward_of_the_kernels_own_runs_where_it_may(whole: bool, deterministic: bool, ordered: bool) -> None:
-    """It needs every row to see a key, the output in the order of the rows, and leave to add in any order."""
+    """The kernel's own whole backward needs every row to see a key, the output in row order, and permission to add in
+    any order.
+    """
     ran: list[str] = []
     kernel = SimpleNamespace(
         FRESH=True,

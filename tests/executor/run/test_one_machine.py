@@ -1,9 +1,9 @@
-"""Proves that plan, executor and simulator are one machine:
-what a plan says of a stage is what a rank does and what the simulator assumes.
+"""Proves that plan, executor and simulator agree: a rank does, and the simulator assumes, what the plan says of a
+stage.
 
-The table of docs/communication.md, field by field and value by value. A rank's pass runs alone, with an exchange that
-records what is posted and waited for and a kernel that records what it leaves free; the simulator's inputs for the same
-plan are beside it.
+Follows the table in docs/communication.md field by field and value by value. One rank's pass runs alone, with an
+exchange that records what is posted and waited for and a kernel that records how many multiprocessors it leaves free;
+the results are compared with the simulator's inputs for the same plan.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ FORWARD, BACKWARD = False, True
 
 
 def planned(strategy: str = "blocks", **columns: int) -> Plan:
-    """A plan of several stages whose every row of execution has these values, where they can be had."""
-    # Inside one node nothing is relayed, so inputs of later stages are there from the beginning.
+    """Return a plan of several stages with these values in every row of its execution table, where possible."""
+    # Inside one node nothing is relayed, so the inputs of later stages are available from the beginning.
     machine = ONE_NODE if columns.get("ahead", 0) > 1 else MACHINE
     plan = flexcp.Planner(4, 4, 16, dtype="float32", cluster=machine, strategy=strategy)([5000, 900, 31])
     if columns:
@@ -56,7 +56,7 @@ def _with(program: Any, columns: dict[str, int]) -> Any:
     how, stages = program.execution, np.arange(program.stages)
     for name, value in columns.items():
         column = np.full_like(stages, value)
-        if name == "ahead" and value > 1:  # only what owners send can be posted earlier
+        if name == "ahead" and value > 1:  # only data sent by its owners can be posted earlier
             t = program.transfers
             bound = np.isin(stages, t.stage[t.is_output | (t.source != t.owner)]) | (stages < value)
             column = np.where(bound, 1, value)
@@ -79,7 +79,7 @@ class Recorder:
 
 
 class SilentExchange(Exchange):
-    """Brings zeros, and records."""
+    """An exchange that delivers zeros and records calls."""
 
     recorder: Recorder
 
@@ -98,7 +98,7 @@ class SilentExchange(Exchange):
 
 
 def executed(plan: Plan, rank: int, backward: bool, margin: int | None = None) -> list[tuple[str, int]]:
-    """What ``rank`` does in a pass of the plan."""
+    """Return what ``rank`` does in a pass of the plan."""
     shape, recorder, tokens = plan.shape, Recorder(), int(plan.placement.tokens[rank])
     q, k, v = (torch.zeros(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
     types = types_of(q)
@@ -118,7 +118,7 @@ def executed(plan: Plan, rank: int, backward: bool, margin: int | None = None) -
 
 
 def moves_beside(plan: Plan, rank: int, backward: bool, slot: int) -> bool:
-    """Whether a stage in which the rank sends or receives is posted by ``slot`` and not yet waited for."""
+    """Return whether a stage in which the rank sends or receives has been posted by ``slot`` but not yet waited for."""
     program = plan.programs[0][backward]
     t = program.transfers
     mine = t.stage[((t.source == rank) | (t.target == rank)) & (t.source != t.target)]
@@ -126,7 +126,9 @@ def moves_beside(plan: Plan, rank: int, backward: bool, slot: int) -> bool:
 
 
 def expected(plan: Plan, rank: int, backward: bool) -> list[tuple[str, int]]:
-    """What the columns say, slot by slot; how often a slot works is the program's to know."""
+    """Return the events that the plan's columns prescribe, slot by slot; the number of launches is taken from the
+    program.
+    """
     program = plan.programs[0][backward]
     ahead, margin = program.execution.ahead.tolist(), program.execution.margin.tolist()
     slots = rank_program(plan, rank, 0, backward).slots
@@ -169,8 +171,8 @@ def test_a_rank_posts_and_leaves_free_what_the_plan_says_and_the_simulator_reads
                 assert model.link[rank, slot] == row.link
                 assert model.slow[rank, slot] == -(-slow * 1000 // alone)
                 assert model.ns[rank, slot] == -(-calm.ns[rank, slot] * alone // 1000)
-        # A chunk never starts before both its ranks have posted its stage: in that slot, or behind the work of the one
-        # before.
+        # A chunk of a message never starts before both of its ranks have posted its stage: at the beginning of the slot
+        # that posts it, or after that slot's work.
         chunks = calm.chunks
         for i in np.flatnonzero(chunks.source == rank):
             stage = int(chunks.stage[i])
@@ -180,7 +182,7 @@ def test_a_rank_posts_and_leaves_free_what_the_plan_says_and_the_simulator_reads
             assert ran.chunk_begin[i] >= begin + calm.latency_ns
     stage, source = calm.chunks.stage, calm.chunks.source
     early = (ran.chunk_begin < ran.begin[source, stage - 1] + calm.latency_ns) & (program.execution.ahead[stage] > 1)
-    assert early.any() == (column == "ahead" and value > 1)  # in time to be of use
+    assert early.any() == (column == "ahead" and value > 1)  # early posts start earlier
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
@@ -210,14 +212,15 @@ def test_a_stage_is_issued_as_the_plan_says_and_timed_so(rounds: int) -> None:
 
 
 def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list[int]]:
-    """Bytes that the blocks of a rank's program are read and written with, by stage:
-    packed, and taken in with what is cleared for it.
+    """Return the bytes that a rank reads and writes in copies, by stage: to pack messages, and to unpack them.
+
+    Unpacking includes clearing the memory that results are added to.
     """
     shape, program = plan.shape, rank_program(plan, rank, 0, backward)
     element, precise = shape.element_bytes, shape.accumulator_bytes
 
     def sizes(block: Block) -> tuple[int, int]:
-        """As it travels, and as it lies on its shelf."""
+        """Return a block's bytes in a message, and its bytes in the rank's memory."""
         amount = block.count * (block.h1 - block.h0)
         found = [0, 0]
         for one in FIELDS[block.kind]:
@@ -234,12 +237,12 @@ def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list
         came += [(sizes(here)[1], there) for here, there in slot.own]
         taken[stage] = sum(read + sizes(block)[1] * (1 + (block.kind in OUTPUTS)) for read, block in came)
     types = types_of(torch.empty(0, dtype=getattr(torch, shape.dtype)))
-    types = replace(types, statistics=types.accumulator)  # a GPU's
+    types = replace(types, statistics=types.accumulator)  # as on a GPU
     for shelf in program.shelves:
         results = new_results(shelf, backward, shape, types).values()
         size = sum(x.numel() * x.itemsize for x in results)
         taken[shelf.stage] += size
-        if shelf.stage == program.shelves[0].stage:  # its own, which it rounds in the end
+        if shelf.stage == program.shelves[0].stage:  # the rank's own results, which are rounded at the end
             returned = (
                 size if element == precise else sum(x.numel() * (element if x.ndim > 2 else precise) for x in results)
             )
@@ -252,7 +255,7 @@ def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list
 @pytest.mark.parametrize("strategy", ["blocks", "zigzag", "usp:2,2", "allgather"])
 def test_the_simulator_counts_the_bytes_that_a_rank_copies(strategy: str, dtype: str, backward: bool) -> None:
     plan = flexcp.Planner(4, 4, 16, dtype=dtype, cluster=MACHINE, strategy=strategy)([5000, 900, 31])
-    found = find_copies(plan, 0, backward, mbps=1000, launch_ns=0)  # a byte a nanosecond
+    found = find_copies(plan, 0, backward, mbps=1000, launch_ns=0)  # one byte a nanosecond
     for rank in range(plan.ranks):
         packed, taken = copied_bytes(plan, rank, backward)
         assert (found.pack[rank].tolist(), found.take_in[rank].tolist()) == (packed, taken)

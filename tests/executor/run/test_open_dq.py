@@ -1,10 +1,10 @@
-"""Proves that a dq which lists leave open is closed once, after the last of them,
-and before anybody else reads it or adds to it.
+"""Proves that a dq which kernels leave open, in a layout of their own, is converted back once, after the last kernel
+that adds to it and before anything else reads it or adds to it.
 
-The CPU kernel is given a ``close_dq``: while dq is open, its columns are reversed and halved, both of which are exact.
-Whoever reads it too early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is
-the plain kernel's, bit for bit. A kernel that finishes rows closes dq into another tensor, and leaves NaN where it was
-open.
+The CPU kernel gets a ``close_dq`` function. While dq is open, its columns are reversed and halved, both of which are
+exact. Reading dq too early, adding to it in the wrong order, or closing it twice or never therefore changes the
+gradient; otherwise the gradient equals the plain kernel's bit for bit. A kernel that finishes rows closes dq into
+another tensor, and leaves NaN in the open one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flexcp.shape import Kind
 
 LENGTHS = [33, 1, 50, 2, 8]
 HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 4, 2, 8, 6
-DQ = 8  # where backward has dq among its arguments; the settings come before it
+DQ = 8  # the position of dq among the arguments of backward, after the settings
 
 
 def plan_for(ranks: int, strategy: str) -> Plan:
@@ -40,8 +40,10 @@ def plan_for(ranks: int, strategy: str) -> Plan:
 
 @contextmanager
 def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
-    """The CPU kernel leaves dq open, with ``slots`` in no later slot than that, and ``finishing`` closes it where it
-    stays; yields what it is asked to do.
+    """Make the CPU kernel leave dq open; yields the list of what it is asked to do.
+
+    With ``slots``, dq is left open only before that slot; with ``finishing``, the kernel closes dq into the final
+    tensor.
     """
     plain, touched, calls = cpu.backward, pass_recipe.touched_dq, []
 
@@ -80,9 +82,7 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
 def gradients(
     group: dist.ProcessGroup, plan: Plan, slots: int | None, deterministic: bool, finishing: bool = False
 ) -> dict[str, Any]:
-    """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open,
-    and what the latter was asked to do.
-    """
+    """Return whether dq, dk and dv equal the plain kernel's when dq is left open, and the kernel's calls."""
     plain = backward_of(flexcp.bind(plan, group), deterministic)
     with opening(slots, finishing) as calls:
         found = backward_of(flexcp.bind(plan, group), deterministic)

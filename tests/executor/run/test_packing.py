@@ -1,8 +1,9 @@
-"""Proves that the GPU's row packing does what the plain one does: same messages, same shelves, under every strategy.
+"""Proves that the GPU's row packing does what the plain packing does: same messages, same memory, under every strategy.
 
-Runs the row kernels in Triton's interpreter on the CPU, on real programs: all shelves hold random numbers (some LSEs
--inf), every slot is packed and its arrivals taken in by both. Skipped where Triton is not installed, or its interpreter
-cannot count with the NumPy that is (Triton before 3.7 turns arrays into numbers in a way that NumPy 2.4 refuses).
+Runs the row kernels in Triton's interpreter on the CPU, on real programs: all inputs are random numbers (some LSEs are
+-inf), and both packings pack every slot and unpack its arrivals. Skipped where Triton is not installed, or where its
+interpreter cannot run with the installed NumPy (Triton before 3.7 converts arrays to numbers in a way that NumPy 2.4
+refuses).
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ def version(name: str) -> tuple[int, ...]:
     version("triton") < (3, 7) and version("numpy") >= (2, 4), reason="this Triton's interpreter needs NumPy < 2.4"
 )
 def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path) -> None:
-    """One process for all scripts: the interpreter is chosen when Triton is imported,
-    and importing takes longer than the scripts.
+    """All scripts run in one process: the interpreter is chosen when Triton is imported, and the import takes longer
+    than the scripts.
     """
     (tmp_path / "script.py").write_text(TWICE + DELTA + SCRIPT)
     run = [sys.executable, str(tmp_path / "script.py"), json.dumps(CASES)]
@@ -165,8 +166,8 @@ def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path)
 
 
 def test_outputs_are_merged_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had
-    written.
+    """The kernel reads a row's LSEs and then overwrites them, so with several warps a late warp could read what an
+    early one wrote.
     """
     asked = {}
 

@@ -1,5 +1,5 @@
-"""Proves details of a rank's program that results do not show: rows that touch are one range, so that they are not
-copied by index, and own work that waits is cut off at a whole tile.
+"""Proves details of a rank's program that do not show in results: adjacent rows become one range, so that they are not
+copied by index, and local work that is held back for later is cut at a whole tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def test_rows_of_stretches_that_touch_are_a_range_and_others_an_index() -> None:
     assert _rows(np.array([3, 7, 8]), np.array([4, 1, 2])) == slice(3, 10)
     apart = _rows(np.array([3, 8]), np.array([4, 2]))
     assert isinstance(apart, np.ndarray) and apart.tolist() == [3, 4, 5, 6, 8, 9]
-    turned = _rows(np.array([8, 4]), np.array([4, 2]))  # the second one ends before the first one begins
+    turned = _rows(np.array([8, 4]), np.array([4, 2]))  # the second stretch ends before the first begins
     assert isinstance(turned, np.ndarray) and turned.tolist() == [8, 9, 10, 11, 4, 5]
 
 
@@ -30,8 +30,9 @@ def test_ranges_of_the_stream_that_touch_are_one() -> None:
     [(0, 1024), (1000, 0), (500, 640), (749, 512), (750, 384), (1, 896), (999, 0), (437, 768), (438, 640)],
 )
 def test_the_last_share_of_own_work_waits_from_a_whole_tile_on(held: int, row: int) -> None:
-    """Of a causal document of 8 tiles, the first r tiles of rows hold about r * r / 64 of the work;
-    as much as is not held, or up to a tile of rows less, comes first.
+    """The first r of a causal document's 8 tiles of rows contain about r * r / 64 of the work.
+
+    The work that is not held back comes first, rounded down to whole tiles of rows.
     """
     slices = causal().slices(1024)
     index, parts, later = _shared_out(slices, np.array([True]), held)

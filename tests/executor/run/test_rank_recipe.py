@@ -1,5 +1,5 @@
-"""What a planner process derives of a plan for a rank is what the rank derives itself,
-also after its way through a pipe.
+"""Proves that what a planner process derives from a plan for a rank equals what the rank derives itself, also after its
+transfer through a pipe.
 """
 
 from __future__ import annotations
