@@ -1,9 +1,9 @@
-"""Proves the symbolic check: valid plans pass it, broken ones do not, forward and backward.
+"""Proves the symbolic check of plans: valid plans pass it and broken ones do not, forward and backward.
 
-Three judges. Single things are broken in valid plans of many kinds, and each must be caught. Random cells of plans are
-overwritten, and whatever the check still accepts must compute the right numbers in :func:`executed`, a token-by-token
-execution with real (integer) sums that shares nothing with the check. Last, unusual but correct plans (relays,
-reductions on the way) must be accepted.
+There are three kinds of tests. Single things are broken in valid plans of many kinds, and each must be caught. Random
+cells of plans are overwritten, and whatever the check still accepts must compute the right numbers in :func:`executed`,
+which executes a plan token by token with integer sums and shares no code with the check. Last, unusual but correct
+plans (relays, reductions on the way) must be accepted.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def scattered_map(ranks: int) -> list[list[int]]:
 
 
 def keys_split() -> Plan:
-    """A rank for each third of one document's keys, and heads split inside a KV group:
-    true partial outputs, both ways.
+    """Return a plan with one rank for each third of a document's keys, and heads split inside a KV group.
+
+    So outputs and key gradients are partial sums.
     """
     batch = make_batch([60, 9], full())
     runs = Runs(*np.array([(0, 0, 30), (1, 30, 50), (2, 50, 69)]).T)
@@ -92,7 +93,7 @@ def valid(name: str) -> Plan:
 
 
 def with_program(plan: Plan, backward: bool, mask: int = 0, **changes: Any) -> Plan:
-    """The plan with fields of one program replaced."""
+    """Return the plan with fields of one program replaced."""
     pairs = [list(p) for p in plan.programs]
     pairs[mask][backward] = replace(pairs[mask][backward], **changes)
     return replace(plan, programs=tuple((a, b) for a, b in pairs))
@@ -107,7 +108,7 @@ def with_placement(plan: Plan, **changes: Any) -> Plan:
 
 
 def edited(table: AnyTable, row: int, **values: int) -> AnyTable:
-    """The table with cells of one row overwritten."""
+    """Return the table with cells of one row overwritten."""
     columns = {n: getattr(table, n).copy() for n in table.names()}
     for name, value in values.items():
         columns[name][row] = value
@@ -123,17 +124,19 @@ def doubled(table: AnyTable, row: int) -> AnyTable:
 
 
 def sample(plan: Plan, backward: bool) -> list[int]:
-    """First and last transfer of each kind, dtype and (in assembled plans) of own and others' tokens."""
+    """Return the first and last transfer of each group of :func:`sorts`."""
     return sorted({row for rows in sorts(plan.programs[0][backward].transfers) for row in (rows[0], rows[-1])})
 
 
 def sorts(t: Transfers) -> list[list[int]]:
-    """Rows by kind, dtype, and whether they stay on their rank."""
+    """Return the rows of transfers grouped by kind, by dtype (final or partial), and by whether they stay on their
+    rank.
+    """
     label = (t.kind * 2 + t.partial) * 2 + (t.source == t.target)
     return [np.flatnonzero(label == value).tolist() for value in np.unique(label)]
 
 
-# --- the token-by-token judge -----------------------------------------------------------------------------------------
+# --- token-by-token execution -----------------------------------------------------------------------------------------
 
 
 class WrongError(AssertionError):
@@ -146,12 +149,12 @@ def demand(condition: Any, message: str) -> None:
 
 
 def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
-    """Run a pass with integers in the place of tensors and compare what comes home with the dense mask;
-    raises WrongError.
+    """Run a pass with integers instead of tensors and compare the owners' results with the dense mask; raises
+    WrongError.
 
-    Outputs are weighted sums over the pairs: o and dq of a row sum its keys' weights, dkv of a key its rows' and
-    heads'. In slot s stage s arrives, what stage s + 1 carries is read, then work runs; nothing is erased by being
-    sent.
+    Outputs are weighted sums over the pairs: o and dq of a row sum the weights of its keys, dkv of a key those of its
+    rows and heads. In slot s the transfers of stage s arrive, the data of stage s + 1 is read for sending, then work
+    runs; sending erases nothing.
     """
     program, placement, shape = plan.programs[mask][backward], plan.placement, plan.shape
     stream, ranks, share = placement.stream, plan.ranks, plan.shape.queries_per_key
@@ -162,7 +165,7 @@ def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
     kept = [np.flatnonzero(owner == r) for r in range(ranks)]
     counts = {True: shape.heads, False: shape.kv_heads}
     arrived = {side: np.full((ranks, stream, n), NEVER) for side, n in counts.items()}
-    # Results of a rank's rows: at home, or where pieces (also assembled own ones) arrived.
+    # Results on each rank, separately for tokens it owns and for pieces that arrived (or own ones that were assembled).
     result = {side: np.zeros((2, ranks, stream, n), np.int64) for side, n in counts.items()}
     expected = {side: np.zeros((stream, n), np.int64) for side, n in counts.items()}
     if not placement.assemble_own:
@@ -216,8 +219,9 @@ def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
 
 
 def _work(plan: Plan, mask: int) -> Iterator[tuple[int, Ints, Ints, int, int]]:
-    """(rank, queries, keys, h0, h1) with the stream's pairs of every region;
-    every allowed pair must be in exactly one.
+    """Yield (rank, queries, keys, h0, h1) with the stream's pairs of every region.
+
+    Every allowed pair must be in exactly one region.
     """
     rule, regions = plan.batch.masks[mask], plan.placement.regions[mask]
     times = [np.zeros((plan.shape.heads, n, n), int) for n in plan.batch.lengths]
@@ -234,7 +238,7 @@ def _work(plan: Plan, mask: int) -> Iterator[tuple[int, Ints, Ints, int, int]]:
         demand((found == allowed).all(), "a pair is computed not at all or twice")
 
 
-# --- valid plans pass both judges -------------------------------------------------------------------------------------
+# --- valid plans pass the check and the execution ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -251,7 +255,9 @@ def cut_randomly(draw: st.DrawFn, size: int, most: int) -> list[tuple[int, int]]
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[Placement, Shape]:
-    """Any runs, any grid of regions over rows, keys and query heads (also inside a KV group), any ranks."""
+    """Draw any token runs, any grid of regions over rows, keys and query heads (also inside KV groups),
+    and any ranks.
+    """
     ranks = draw(st.integers(1, 4))
     shape = Shape(*draw(st.sampled_from([(4, 2, 8, 8), (3, 3, 8, 4), (6, 1, 4, 8)])))
     lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
@@ -297,7 +303,10 @@ Break = Callable[[Plan, Transfers, int], Transfers | None]
 
 
 def earlier(plan: Plan, t: Transfers, row: int) -> Transfers | None:
-    """Its source has it not yet, or has not computed it; only an owner may send what it has a stage early."""
+    """Send a stage too early, when the source has not received or computed the piece yet.
+
+    Left out where it would be valid: an owner may send its own inputs a stage earlier.
+    """
     harmless = t.source[row] == t.owner[row] and t.stage[row] > 1
     return None if harmless else edited(t, row, stage=int(t.stage[row]) - 1)
 
@@ -307,7 +316,7 @@ def after_the_end(plan: Plan, t: Transfers, row: int) -> Transfers | None:
 
 
 def too_late_for_its_output(plan: Plan, t: Transfers, row: int) -> Transfers | None:
-    """Rows that go home in the last stage cannot arrive in it."""
+    """Rows whose outputs return in the last stage cannot themselves arrive in it."""
     return edited(t, row, stage=int(t.stage.max())) if t.kind[row] in (Kind.Q, Kind.DO) else None
 
 
@@ -336,12 +345,12 @@ def back_to_its_source(plan: Plan, t: Transfers, row: int) -> Transfers | None:
 
 
 def from_a_rank_that_has_it_not(plan: Plan, t: Transfers, row: int) -> Transfers | None:
-    """The target itself certainly has not got the input, nor anything to say about others' output."""
+    """Send from the target, which has neither the input nor a result of its own for it."""
     return edited(t, row, source=int(t.target[row])) if t.source[row] != t.target[row] else None
 
 
 def from_a_third_rank(plan: Plan, t: Transfers, row: int) -> Transfers | None:
-    """In the first stage nobody but the owner can send an input."""
+    """Send from a third rank; in the first stage only the owner can send an input."""
     third = [r for r in range(plan.ranks) if r not in (t.source[row], t.target[row])]
     return edited(t, row, source=third[0]) if t.stage[row] == 1 else None
 
@@ -361,7 +370,7 @@ def of_the_other_side(plan: Plan, t: Transfers, row: int) -> Transfers | None:
 
 
 def again_in_the_next_stage(plan: Plan, t: Transfers, row: int) -> Transfers | None:
-    """An input that its target already has; an output whose value has left."""
+    """Send again an input that the target already has, or an output that has already been sent."""
     if t.partial[row] or t.stage[row] == t.stage.max():
         return None
     return Transfers.join([t, edited(t, row, stage=int(t.stage[row]) + 1).take([row])])
@@ -390,7 +399,7 @@ BREAKS: dict[str, Break] = {
 def survivors(
     change: Break, backward: bool, chosen: Callable[[Transfers, int], bool] = lambda t, row: True
 ) -> list[str]:
-    """Broken plans that the check accepts."""
+    """Return the broken plans that the check accepts."""
     found, tried = [], 0
     for name in MAKERS:
         plan = valid(name)
@@ -410,7 +419,7 @@ def survivors(
 
 
 def own_output(t: Transfers, row: int) -> bool:
-    """A result of assembled own tokens on its way to where the rank keeps them."""
+    """Return whether a transfer moves the result of assembled own tokens to where the rank keeps these tokens."""
     return bool(t.is_output[row] and t.source[row] == t.target[row])
 
 
@@ -602,7 +611,9 @@ def regions_broken(plan: Plan, row: int) -> dict[str, Regions]:
 
 
 def computes_right(plan: Plan) -> bool:
-    """Another rank may happen to have all it needs."""
+    """Return whether the plan still computes the right numbers, since another rank may happen to have all the data it
+    needs.
+    """
     try:
         executed(plan, False)
         executed(plan, True)
@@ -637,14 +648,14 @@ def test_work_where_the_mask_is_empty_may_be_missing_or_double() -> None:
 
 @pytest.mark.parametrize("cells", [1, 100])
 def test_broken_work_is_caught_in_any_band_of_rows(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents in so many parts that their cells are not counted all at once."""
+    """The limit is so low that the cells of a document are counted in several bands of rows."""
     monkeypatch.setattr("flexcp.plan.check.MOST_CELLS", cells)
     check_plan(valid("usp"))
     test_broken_work_is_caught("usp")
 
 
 def test_a_document_in_thousands_of_parts_is_checked_range_by_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells where the mask allows nothing are asked a row at a time, not one by one: half of them all are such."""
+    """Cells where the mask allows nothing, half of all here, are looked up a row at a time, not one by one."""
     plan = Planner(1, 1, 8, cluster=cluster("h100", 1, 4), strategy="minheap:4")([2000], causal())
     assert len(plan.placement.regions[0]) > 100
     asked: list[int] = []
@@ -682,7 +693,7 @@ def runs_broken(plan: Plan, row: int) -> dict[str, Runs]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_broken_ownership_is_caught(name: str) -> None:
     plan = valid(name)
-    documents = np.flatnonzero(plan.placement.runs.start < plan.batch.tokens)  # a pad may move: nobody reads it
+    documents = np.flatnonzero(plan.placement.runs.start < plan.batch.tokens)  # pads may move: nobody reads them
     accepted = []
     for row in documents[:: max(1, len(documents) // 6)].tolist():
         for how, runs in runs_broken(plan, row).items():
@@ -753,7 +764,7 @@ def test_a_reduction_on_the_way_is_accepted_one_stage_after_arrival_and_not_befo
 
 
 def overwrite(plan: Plan, backward: bool, data: st.DataObject) -> Plan:
-    """The plan with one or two cells of its transfers set to other values that are in range."""
+    """Return the plan with one or two cells of its transfers set to other values in range."""
     program = plan.programs[0][backward]
     table = program.transfers
     for _ in range(data.draw(st.integers(1, 2), "cells")):

@@ -1,5 +1,5 @@
-"""Proves that the list of a plan's fields is whole: what a file says is what the plan has,
-and no field may be missing.
+"""Proves that the list of a plan's fields is complete: a file has all that the plan has, and no field
+may be missing.
 """
 
 from __future__ import annotations
@@ -51,6 +51,6 @@ def test_what_is_saved_is_read_and_every_field_is_somewhere() -> None:
 
 
 def test_the_header_has_the_fields_that_it_always_had() -> None:
-    """A hash is of these keys: another one would change every plan's."""
+    """Plan hashes are computed over these keys, so another key would change every plan's hash."""
     keys = {"shape", "cluster", "cost", "strategy", "lengths", "masks", "pads", "traffic", "assemble_own", "programs"}
     assert header(plan()).keys() == keys == plan().header().keys()

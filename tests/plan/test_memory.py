@@ -1,9 +1,9 @@
-"""Proves what a plan says about memory: hand-counted examples,
-and layouts in which nothing that is alive shares a byte.
+"""Proves what a plan says about memory: examples counted by hand, and arena layouts in which no two buffers that are in
+use at the same time share a byte.
 
-Lives are derived here from a rank's program (what each slot packs, takes in and computes with), not from the rule that
-laid the arena out. That a real pass allocates and touches just these bytes is tests/executor/exchange/test_arena.py's
-job.
+When a buffer is in use is derived here from a rank's program (what each slot packs, unpacks and computes with), not by
+the rule that laid out the arena. tests/executor/exchange/test_arena.py tests that a real pass allocates and uses
+exactly these bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flexcp.schedule.predict import predict
 from flexcp.shape import FIELDS, OUTPUTS, Kind, Shape
 
 Life = tuple[int, int, int, int]
-"""First byte, end, first and last half slot."""
+"""First byte, end, first and last half slot in which a buffer is used."""
 
 
 def planned(
@@ -42,11 +42,11 @@ def planned(
     return planner(lengths, mask, layout=maps)
 
 
-# --- lives, from a program --------------------------------------------------------------------------------------------
+# --- lifetimes of buffers, from a program -----------------------------------------------------------------------------
 
 
 def lives(program: RankProgram, shape: Shape, backward: bool) -> dict[tuple[str | int, ...], Life]:
-    """Everything in the arena of a pass: where it lies, and when it is used first and last."""
+    """Return every buffer in the arena of a pass: where it lies, and when it is first and last used."""
     used: dict[tuple[str | int, ...], list[int]] = {}
     sizes: dict[tuple[str | int, ...], int] = {}
     each = shape.bytes_per_token_head()
@@ -67,7 +67,7 @@ def lives(program: RankProgram, shape: Shape, backward: bool) -> dict[tuple[str 
 
     for slot, stage in enumerate(program.slots):
         for number in range(2, len(program.shelves)):
-            if program.shelves[number].stage == slot:  # cleared when it is opened
+            if program.shelves[number].stage == slot:  # cleared when its slot begins
                 use(number, False, 2 * slot)
                 if program.shelves[number].side == QUERIES or backward:
                     use(number, True, 2 * slot)
@@ -89,7 +89,7 @@ def lives(program: RankProgram, shape: Shape, backward: bool) -> dict[tuple[str 
         posted = next((s for s, posts in enumerate(program.posts) if slot in posts[0] + posts[1]), slot)
         first = 2 * min(posted, slot - 1) + 1
         message("receives", slot, counted[0], [first, 2 * slot])
-        # What leaves in a stage has left when the next one is waited for.
+        # A stage's messages have been sent by the time the next stage is waited for.
         message("sends", slot, counted[1], [first, 2 * slot + 1])
     offsets = program.layout.offsets
     assert set(offsets) == {key for key, size in sizes.items() if size}
@@ -110,7 +110,7 @@ def check_layout(plan: Plan, rank: int, mask: int, backward: bool) -> None:
     assert program.layout.size == max((stop for _, stop, _, _ in found.values()), default=0)
     halves = range(2 * len(program.slots) + 2)
     needed = max(sum(b - a for a, b, first, last in found.values() if first <= t <= last) for t in halves)
-    # First fit is no proof of the least, but it must not waste what lives never ask for.
+    # First fit is not always optimal, but it must not waste much memory over what is in use at once.
     assert needed <= program.layout.size <= 1.6 * needed
 
 
@@ -154,15 +154,16 @@ def test_relays_and_several_stages_share_no_byte() -> None:
 
 
 def test_a_ring_of_two_by_hand() -> None:
-    """64 tokens a rank, 4 KV heads of 16 + 8 numbers in bfloat16: keys are 64 * 4 * 24 * 2 = 12,288 bytes,
-    gradients twice that.
+    """Memory of a ring of two ranks with 64 tokens each.
+
+    With 4 KV heads of 16 + 8 numbers in bfloat16, keys are 64 * 4 * 24 * 2 = 12,288 bytes and gradients twice that.
     """
     plan = planned("ring", 1, 2, [128], flexcp.full())
     keys, grads = 12_288, 24_576
     found = plan.memory(1)
-    # Forward, slot 1: what arrived is laid on its shelf, and what was sent is not known to have left.
+    # Forward, slot 1: the received message, its unpacked keys, and the sent message, which may not have left yet.
     assert found.forward == 3 * keys
-    # Backward, slot 2: gradients lie on the shelf, leave and come.
+    # Backward, slot 2: gradients in their accumulator, in the message sent, and in the message received.
     assert found.backward == 3 * grads
     assert found.saved == 64 * ((8 + 4) * 24 * 2 + 8 * 8)
     assert found.results == 64 * ((8 * 16 + 4 * 24) * 4 + 8 * 8)
@@ -170,7 +171,7 @@ def test_a_ring_of_two_by_hand() -> None:
     assert found.kept_keys == 0
     assert found.arena == found.backward
     assert found.gradients == 64 * (8 * 8 * 2 + 8 * 16 * 2)
-    assert found.tables == 16 * (64 + 64 + 64)  # own rows, and the other rank's keys, forward and backward
+    assert found.tables == 16 * (64 + 64 + 64)  # own rows, and the other rank's keys forward and backward
     assert found.total == found.arena + found.saved + found.in_a_pass
 
 
@@ -213,7 +214,7 @@ def most(plan: Plan) -> int:
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "blocks", "groups", "minheap"])
 def test_a_cap_is_honoured_or_refused(strategy: str) -> None:
     options = {"cluster": WHERE, "strategy": strategy}
-    # Under any cap messages that wait take no memory, so a plan with room enough is not always the one without a cap.
+    # Under any cap, messages do not wait in memory, so a plan under a generous cap may differ from one without a cap.
     roomy = flexcp.Planner(8, 4, 64, **options, max_memory_per_rank=1 << 50)(LENGTHS)  # type: ignore[arg-type]
     total = most(roomy)
     allowed = flexcp.Planner(8, 4, 64, **options, max_memory_per_rank=total)(LENGTHS)  # type: ignore[arg-type]
@@ -252,7 +253,7 @@ def test_a_cap_is_a_count_of_bytes(value: object) -> None:
         flexcp.Planner(8, max_memory_per_rank=value)  # type: ignore[arg-type]
 
 
-# --- keys that are kept -----------------------------------------------------------------------------------------------
+# --- keys kept for the backward pass ----------------------------------------------------------------------------------
 
 NEEDED = st.tuples(
     st.sampled_from(["blocks", "groups", "minheap"]),

@@ -1,8 +1,8 @@
-"""Proves the plan's file format: what comes back is the same plan, and a file that is damaged, cut, of another version
-or hostile is refused.
+"""Proves the plan's file format: loading a saved file gives the same plan, and a file that is damaged, cut off, of
+another version or malicious is refused.
 
-The long run over 100,000 mutated files is ``make fuzz-plans``; a sample of it runs here in a process of its own,
-watched the same way.
+``make fuzz-plans`` runs over 100,000 mutated files; a sample of that run is executed here in a separate process, under
+the same supervision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def small(**options: Any) -> Plan:
 def resealed(
     data: bytes, facts: Callable[[Any], None] | None = None, body: Callable[[bytes], bytes] | None = None
 ) -> bytes:
-    """The file with its facts or body changed, and everything else right."""
+    """Return the file with its facts or body changed, and valid sizes and checksum."""
     inside = zlib.decompress(data[wire._PREFIX.size :])
     size = struct.unpack_from("<Q", inside)[0]
     if facts is not None:
@@ -109,7 +109,7 @@ def test_a_file_of_version_1_means_what_was_done_then() -> None:
     masks = {"window": (flexcp.window(100, 0), 3), "full": (flexcp.causal(), 1)}
     planner = flexcp.Planner(8, 4, 64, cluster=flexcp.cluster("h200", 2, 2), strategy="blocks", keep_kv=10**9)
     again = planner([3000, 700, 41, 1, 260], masks=masks)
-    # Stages are cut otherwise today; who keeps and computes what is the same.
+    # Today's planner cuts stages differently; which rank keeps and computes what is the same.
     assert (plan.batch.lengths == again.batch.lengths).all() and again.cost == plan.cost
     assert (plan.placement.runs.matrix() == again.placement.runs.matrix()).all()
     for program in (p for pair in plan.programs for p in pair):
@@ -144,7 +144,7 @@ def test_whether_a_layout_was_given_comes_back_and_is_not_in_the_hash(layout: st
 
 
 def test_a_tree_of_version_2_is_refused() -> None:
-    """There were none: a file that says otherwise is another's."""
+    """Version 2 had no trees, so a file of version 2 with a tree was not written by flexcp."""
     plan = small(mask=[flexcp.tree([-1, 0, 0], [100, 100, 100]), *[flexcp.causal()] * 3])
     data = save_plan(plan)
     head = wire._PREFIX.pack(wire.MAGIC, 2, *wire._PREFIX.unpack_from(data)[2:])
@@ -278,7 +278,7 @@ def test_every_number_of_a_table_names_something_that_exists(table: int, column:
 
 
 def peak(data: bytes) -> int:
-    """Most memory that refusing a file takes."""
+    """Return the peak memory while a file is being refused."""
     tracemalloc.start()
     try:
         with pytest.raises(PlanFormatError):

@@ -1,6 +1,7 @@
-"""Proves where tokens stand: places in plain documents, depths under a shared question, by hand and on real ranks.
+"""Proves the positions of tokens: offsets in plain documents, depths under a shared question, by hand and on real
+ranks.
 
-Also that whatever knows one next token a row refuses a document that branches, in one line that names it.
+Also that functions which assume one next token for each row refuse a branching document with one line that names it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def planned(lengths: list[int], mask: Any = None, ranks: int = 1, **options: Any
 def test_answers_go_on_from_their_question(mask: Mask, length: int, wanted: list[int]) -> None:
     found = depths(mask, length)
     assert found is not None and found.tolist() == wanted
-    # A token sees its path: as many keys as it is deep, and itself.
+    # A token sees itself and its path from the root, so it sees one key more than its depth.
     assert (mask.dense(length).sum(1) - 1).tolist() == wanted
 
 

@@ -1,7 +1,7 @@
-"""Proves rounds: as many as the busiest port has chunks, nobody meets two peers in one,
-every byte is in one chunk, little is lost.
+"""Proves rounds, into which the messages of a stage are cut: there are as many as the busiest rank has chunks to send
+or to receive, no rank has two peers in one round, every byte is in exactly one chunk, and little time is lost.
 
-Counted by hand from the transfers, over random multigraphs and over plans of every strategy on several masks and
+Counted by hand from the transfers, over random multigraphs and over plans of every strategy with several masks and
 machines.
 """
 
@@ -39,7 +39,7 @@ LENGTHS = [3000, 17, 900, 1, 450, 1200, 64, 2100, 333]
 
 
 def program_of(moves: list[tuple[int, int, int, int]]) -> Program:
-    """Transfers (stage, source, target, tokens) of queries of one head."""
+    """Return a program with transfers (stage, source, target, tokens) of queries of one head."""
     stage, source, target, tokens = np.array(moves, np.int64).reshape(-1, 4).T
     table = Transfers.make(
         len(moves),
@@ -103,7 +103,7 @@ def test_an_exchange_of_all_with_all_loses_nothing() -> None:
 
 
 def test_a_round_holds_messages_of_similar_size() -> None:
-    # Two ranks swap 90 and 10 bytes with two others; rounds of 90 + 10 instead of 90 + 90.
+    # Two ranks each send 90 and 10 tokens to the same two ranks; rounds should take 90 + 10, not 90 + 90.
     machine = cluster("h100", 1, 4)
     moves = [(1, 0, 2, 10), (1, 0, 3, 90), (1, 1, 2, 90), (1, 1, 3, 10)]
     rounds = plan_rounds(program_of(moves), SHAPE, machine, chunk_bytes=10**6)
@@ -112,7 +112,7 @@ def test_a_round_holds_messages_of_similar_size() -> None:
 
 
 def test_rounds_last_little_longer_than_they_must() -> None:
-    # At least as many rounds have a message of some size or more as any port has of those.
+    # For any size, at least as many rounds have a message of that size or more as the busiest rank has such messages.
     machine = cluster("h100", 1, 24)
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -129,14 +129,15 @@ def test_rounds_last_little_longer_than_they_must() -> None:
 
 
 def test_chunks_are_halved_only_while_that_pays() -> None:
-    # Whole messages take 900 + 500 + 100 against a port of 1,000: ranks 0 and 1 wait for each other's large one.
+    # Whole messages take 900 + 500 + 100 where the busiest rank has 1,000: ranks 0 and 1 wait for each other's large
+    # message.
     moves = [(1, 0, 2, 900_000), (1, 0, 3, 100_000), (1, 1, 2, 100_000), (1, 1, 3, 500_000), (1, 4, 3, 500_000)]
     slow, fast = cluster("cpu", 1, 5), cluster("gb200", 1, 5)
     whole = plan_rounds(program_of(moves), SHAPE, slow, chunk_bytes=10**9).exchanges
     halved = plan_rounds(program_of(moves), SHAPE, slow).exchanges
     assert whole.spent[0] * 1000 > whole.port[0] * WORTH_PERMILLE >= halved.spent[0] * 1000
     assert 900_000 * EACH // MOST_CHUNKS <= halved.chunk_bytes[0] < 900_000 * EACH
-    # Where a chunk would take no longer than its start, messages stay whole.
+    # Where sending a chunk would take no longer than starting it, messages stay whole.
     assert plan_rounds(program_of(moves), SHAPE, fast).exchanges.chunk_bytes[0] == 900_000 * EACH
 
 

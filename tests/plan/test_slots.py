@@ -1,4 +1,6 @@
-"""Proves the rule of slots by hand: when inputs are there, in which slot work runs, and where held work goes."""
+"""Proves by hand which slot (step of a pass's schedule) work runs in: when its inputs are available, and where local
+work goes that is held back for later.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def test_work_runs_when_queries_and_keys_are_there() -> None:
     [(False, 9, [2, 2, 4]), (True, 9, [1, 2, 4]), (False, 4, [2, 2, 3]), (True, 2, [1, 1, 1])],
 )
 def test_held_work_runs_after_the_last_inputs(keys_kept: bool, stages: int, expected: list[int]) -> None:
-    """Of ranks without inputs, with inputs in stage 1, and in stage 3; never after the last slot."""
+    """Ranks without inputs, with inputs in stage 1, and in stage 3; held-back work never runs after the last slot."""
     program = Program(NOTHING, 0, stages, (500, 500, 500), keys_kept, execution=one_call_ahead(stages))
     assert held_slot(program, np.array([0, 1, 3])).tolist() == expected
 
@@ -65,7 +67,7 @@ def test_a_rank_holds_its_own_work_until_its_last_shelf_is_done(keep_kv: int, ba
 
 @pytest.mark.parametrize("strategy", ["blocks", "groups:team=4+slack=2+long=poured"])
 def test_kept_keys_lie_in_the_memory_that_the_plan_counts(strategy: str) -> None:
-    """Of plans that move all KV heads, and of plans whose ranks read one KV head of several."""
+    """In plans that move all KV heads, and in plans whose ranks read one of several KV heads."""
     where = flexcp.cluster("h100", 2, 4)
     kept = flexcp.Planner(8, 4, 64, cluster=where, strategy=strategy, keep_kv=1 << 40)([60_000, 9_000, 500])
     assert kept.programs[0][1].keys_kept

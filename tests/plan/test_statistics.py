@@ -1,4 +1,4 @@
-"""Proves that what is said of a plan's layers counts every layer under its own mask."""
+"""Proves that statistics over all layers of a plan count every layer under its own mask."""
 
 from __future__ import annotations
 

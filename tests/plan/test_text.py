@@ -1,5 +1,5 @@
-"""Proves the picture of a plan: what ``print(plan)`` shows is true, cell by cell,
-on plans small enough to draw by hand.
+"""Proves the text picture of a plan: every cell that ``print(plan)`` shows is right, on plans small enough to draw by
+hand.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def plan_for(lengths: list[int], ranks: int, mask: flexcp.Mask | None = None, **
 
 
 def after(text: str, label: str) -> str:
-    """The rest of the line that begins with a label."""
+    """Return the rest of the line that begins with a label."""
     return next(line for line in text.splitlines() if line.startswith(label))[len(label) :]
 
 
 def matrix(text: str) -> list[str]:
-    """The cells of the attention matrix, one string a row."""
+    """Return the cells of the attention matrix, one string for each row."""
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if "rows down, keys right" in line) + 1
     return ["".join(line.split()) for line in lines[first : lines.index("", first)]]
@@ -91,7 +91,7 @@ def test_title_names_the_plan_and_its_masks() -> None:
 
 @pytest.mark.parametrize(("heads", "name"), [((8, 4), "usp:4,2"), ((4, 2), "usp:2,4")])
 def test_usp_without_degrees_is_named_by_those_it_chose(heads: tuple[int, int], name: str) -> None:
-    """Half of the heads, as under tensor parallelism of 2, make another method of the same name."""
+    """With half of the heads, as under tensor parallelism of 2, ``usp`` chooses other degrees."""
     where = flexcp.cluster("h100", 2, 4)
     plan = flexcp.Planner(*heads, 64, cluster=where, strategy="usp")([900, 40])
     asked = flexcp.Planner(*heads, 64, cluster=where, strategy=name)([900, 40])
