@@ -1,8 +1,8 @@
-"""What a plan must move and compute, counted one token, head and pair at a time: dense arrays, no intervals,
-no scheduler.
+"""Counts what a plan must move and compute one token, head and pair at a time, with dense arrays instead of intervals
+and without a scheduler.
 
-Work, and what each rank receives and returns under ``needed`` traffic, follow from who keeps and who computes alone.
-The static methods' own traffic follows from token counts and groups.
+Work, and what each rank receives and returns under ``needed`` traffic (only what is read moves), follow from which rank
+keeps and which rank computes what. The static methods' own traffic follows from token counts and groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 
 
 def dense_masks(plan: Plan, mask: int) -> list[Bools]:
-    """Each document's pairs, by the definition of its mask."""
+    """Return each document's allowed pairs as a dense matrix, by the definition of its mask."""
     rules = plan.batch.masks[mask].rules
     return [_dense(rules[0] if len(rules) == 1 else rules[d], int(n)) for d, n in enumerate(plan.batch.lengths)]
 
@@ -35,7 +35,7 @@ def _dense(rule: Mask, n: int) -> Bools:
 
 
 def owners(plan: Plan) -> Ints:
-    """The rank that keeps each token of the stream, pads included; every token must have exactly one."""
+    """Return the rank that keeps each token of the stream, pads included; every token must have exactly one."""
     owner = np.full(plan.placement.stream, -1)
     runs = plan.placement.runs
     for rank, start, stop in zip(runs.rank, runs.start, runs.stop, strict=True):
@@ -46,7 +46,7 @@ def owners(plan: Plan) -> Ints:
 
 
 def work_of_ranks(plan: Plan, mask: int) -> Ints:
-    """Pairs x query heads of each rank; every pair of every head must be computed exactly once."""
+    """Return pairs x query heads of each rank; every pair of every head must be computed exactly once."""
     dense = dense_masks(plan, mask)
     times = [np.zeros((plan.shape.heads, *each.shape), np.int64) for each in dense]
     work = np.zeros(plan.ranks, np.int64)
@@ -59,14 +59,14 @@ def work_of_ranks(plan: Plan, mask: int) -> Ints:
 
 
 def static_bytes(plan: Plan, backward: bool) -> Ints:
-    """``[source, target]`` bytes of one layer under a static method's own traffic."""
+    """Return the ``[source, target]`` bytes of one layer under a static method's own traffic."""
     moved = {"gather": _gathered, "ring": _passed_round}[plan.placement.traffic.kind](plan, backward)
     np.fill_diagonal(moved, 0)
     return moved
 
 
 class _Each:
-    """Bytes of one token and head, straight from the table of the design."""
+    """Bytes of one token and head for each kind of message, by the design's table; pairs are (final, partial)."""
 
     def __init__(self, plan: Plan) -> None:
         shape = plan.shape
@@ -117,7 +117,7 @@ class Needed:
 
 
 def _gathered(plan: Plan, backward: bool) -> Ints:
-    """All keys of a group to all of it; each returns its part of their gradients."""
+    """Send all keys of a group to all of its ranks; each rank returns its part of their gradients."""
     each, kept, moved = _Each(plan), plan.placement.tokens, np.zeros((plan.ranks, plan.ranks), np.int64)
     for grid in plan.placement.traffic.groups:
         members = [rank for row in grid for rank in row]
@@ -129,8 +129,8 @@ def _gathered(plan: Plan, backward: bool) -> Ints:
 
 
 def _passed_round(plan: Plan, backward: bool) -> Ints:
-    """Heads exchanged inside each ring position; then keys pass from position to position,
-    and gradients after them to their owners.
+    """Exchange heads inside each ring position; then keys pass from position to position, and gradients follow to their
+    owners.
     """
     shape, each, kept = plan.shape, _Each(plan), plan.placement.tokens
     moved = np.zeros((plan.ranks, plan.ranks), np.int64)

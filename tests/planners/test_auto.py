@@ -1,4 +1,6 @@
-"""Proves auto: it takes the fastest by events, as if it had tried everything, and says over what."""
+"""Proves ``auto``: it takes the plan with the fastest simulated step, as if it had simulated every candidate, and its
+note says how much faster that plan is than others.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def request(lengths: list[int], mask: Any = None, machine: Cluster | None = None
 
 
 def ns_of(asked: Request, place: Callable[[Request], Placement], argument: str = "") -> int | None:
-    """Predicted time, or None where the strategy refuses."""
+    """Return the time predicted in closed form, or None where the strategy refuses."""
     try:
         placement = place(replace(asked, argument=argument))
     except ValueError:
@@ -68,7 +70,7 @@ def all_methods(asked: Request) -> list[StaticMethod]:
 
 
 def simulated(asked: Request, candidate: Candidate) -> list[tuple[int, int]]:
-    """(The price in closed form, the time by events) of a candidate's placements, none where it refuses."""
+    """Return (price in closed form, simulated time) of each of a candidate's placements; nothing where it refuses."""
     known = (asked.shape, asked.cluster, asked.cost)
     try:
         placements = candidate.placed()
@@ -109,7 +111,7 @@ def test_bounds_hold_for_every_static_method(asked: Request) -> None:
 
 
 def test_the_busiest_part_is_the_same_rank_under_every_mask() -> None:
-    """A causal and a full mask have other busiest ranks: no rank has the sum of both."""
+    """A causal and a full mask have different busiest ranks, so no rank has the sum of both maxima."""
     batch = make_batch([4741, 1061], masks={"a": (causal(), 1), "b": (full(), 1)})
     asked = Request(batch, SHAPE, cluster("a100", 1, 2), COST)
     methods = [m for m in static_methods(asked) if m.name == "allgather"]
@@ -120,7 +122,7 @@ def test_the_busiest_part_is_the_same_rank_under_every_mask() -> None:
 @settings(max_examples=10, deadline=None)
 @given(requests())
 def test_the_answer_is_that_of_simulating_everything(asked: Request) -> None:
-    """No candidate whose closed form says that it might be faster is faster, when as many as like may be simulated."""
+    """With no limit on simulations, no candidate is faster unless its closed form said that it would be slower."""
     asked = replace(asked, effort=HIGH_EFFORT - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module(MODULE), "MOST_SIMULATED", 1000)
@@ -144,7 +146,7 @@ def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> No
     check_plan(plan)
     assert plan.strategy.partition("@")[0].partition(":")[0] in STRATEGIES
     again = make_plan(auto(replace(asked, effort=effort)), asked.shape, asked.cluster, asked.cost, "auto")
-    # The same placement; its stages were chosen by events, which a plan made of the placement alone does not ask.
+    # The placement is the same. auto chose its stages by simulation, which make_plan does not do for a placement alone.
     assert plan == replace(again, programs=plan.programs) and step_ns(plan) <= step_ns(again)
 
 
@@ -153,7 +155,7 @@ def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> No
 
 @pytest.mark.parametrize("lengths", [[30_000, 30_000], [30_000, *[200] * 200], [40_000], [4096] * 8])
 def test_the_note_says_where_the_plan_is_not_the_one_of_the_strategys_name(lengths: list[int]) -> None:
-    """Who compares auto's blocks with --strategy blocks would find two times for one name."""
+    """Without the note, auto's ``blocks`` and --strategy blocks would show two times under one name."""
     asked = request(lengths)
     plan = auto_plan(asked)
     alone = make_plan(plan.placement, asked.shape, asked.cluster, asked.cost, "auto", asked.keep_kv, asked.most_ahead)
@@ -193,7 +195,9 @@ def test_a_long_document_among_short_ones_is_worth_leaving_static() -> None:
 
 @pytest.mark.parametrize("effort", [None, 2])
 def test_of_what_was_not_simulated_the_note_knows_a_bound_and_no_best(effort: int | None) -> None:
-    """Of methods that were passed over the one with the least bound need not be the fastest, so none is named."""
+    """Of the methods that were not simulated, the one with the lowest bound need not be the fastest, so
+    none is named.
+    """
     asked = request([30_000, *[200] * 200], effort=effort)
     told = auto(asked).note.split("; ")
     checked = 0
@@ -209,7 +213,7 @@ def test_of_what_was_not_simulated_the_note_knows_a_bound_and_no_best(effort: in
 
 @pytest.mark.parametrize("lengths", [[1, 1], [2], [3], [2, 3]])
 def test_a_bound_of_which_nothing_follows_is_left_out(lengths: list[int]) -> None:
-    """Bounds on batches of a few tokens are far below what any plan takes."""
+    """For batches of a few tokens, bounds are far below what any plan takes."""
     note = auto(request(lengths, machine=cluster("h100:1x8"), shape=Shape(32, 32, 128, 128))).note
     taken = re.search(r": ([\d.]+) ms a step simulated", note)
     assert taken is not None
@@ -219,7 +223,7 @@ def test_a_bound_of_which_nothing_follows_is_left_out(lengths: list[int]) -> Non
 
 
 def test_a_static_method_dealt_by_load_may_win() -> None:
-    """Web documents on one node, whole and dealt by load, are the fastest there is."""
+    """For web documents on one node, keeping documents whole and dealing them by load is fastest."""
     lengths = draw_lengths("web", 8192 * 8, 0)
     plan = auto_plan(request(lengths, machine=cluster("h100:1x8"), shape=Shape(32, 8, 128, 128)))
     assert plan.strategy == "dp@load" and plan.label == "auto: dp@load"
@@ -246,8 +250,10 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
 
 
 def test_attention_alone_is_judged_pass_by_pass() -> None:
-    """Here ranks of `groups` end their forward at different times: faster behind each other,
-    slower when passes begin together.
+    """The simulated time is the sum of passes, each of which begins on all ranks together.
+
+    Here the ranks of `groups` end their forward pass at different times, which would be faster if each rank began its
+    backward pass at once, and is slower if all ranks begin it together.
     """
     alone = Model("attention only", hidden=1, layers=1, feed_forward=1)
     lengths = draw_lengths("web", 8192 * 32, 1)
@@ -292,7 +298,7 @@ def test_a_layer_that_just_fits_the_simulators_clock_is_simulated(monkeypatch: p
 
 
 def test_a_very_slow_machine_is_no_trouble() -> None:
-    """A step of hours, whose passes end beyond the nine minutes that an event can say."""
+    """A step takes hours, and its passes end after the nine minutes that an event's clock can represent."""
     slow = replace(cluster("cpu", 1, 2), gflops=1)
     plan = auto_plan(request([60_000, 3000], machine=slow, shape=Shape(32, 8, 128, 128)))
     check_plan(plan)
@@ -340,7 +346,7 @@ def test_methods_are_few_and_can_run() -> None:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Names of the candidates that auto places and simulates, as it does."""
+    """Record the names of the candidates that auto places and simulates, in order."""
     found: dict[str, list[str]] = {"placed": [], "simulated": []}
     placed = Candidate.placed
     simulate = import_module(MODULE).step_ns
@@ -374,7 +380,7 @@ def test_more_effort_tries_more(tried: dict[str, list[str]]) -> None:
 
 
 def test_effort_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count of auto's candidates is no count of another planner's rounds."""
+    """auto's effort counts its candidates, which says nothing about another planner's number of rounds."""
     assert {c.request.effort for c in find_candidates(request([4096] * 8, effort=70), 70)} == {None}
 
 
@@ -387,7 +393,7 @@ def test_few_are_simulated_and_static_ones_spoken_of(tried: dict[str, list[str]]
 
 
 def test_every_setting_of_groups_may_be_simulated(tried: dict[str, list[str]]) -> None:
-    """Events choose among them: one candidate, several plans."""
+    """One candidate of ``groups`` has several plans, among which simulation chooses."""
     lengths = draw_lengths("libra256k", 8192 * 32, 0)
     auto_plan(request(lengths, machine=cluster("h100:4x8"), shape=Shape(32, 8, 128, 128)))
     assert tried["placed"].count("groups:team=8") == 1 < tried["simulated"].count("groups:team=8")

@@ -1,10 +1,10 @@
-"""Proves communication on random plans of every strategy, mask and machine:
-rounds, calls, relays, and the symbolic run.
+"""Proves communication on random plans of every strategy, mask and machine: rounds, calls, relays, and the symbolic
+check.
 
-As many rounds in a stage and level as its largest degree, nobody meets two peers in one, chunks cover every message
-once (counted by hand in test_rounds.py). What one rank posts as a call's send, the other posts as that call's receive.
-Into a node no key and out of it no gradient crosses the network twice. A quarter as many plans as in
-test_properties.py; ``make properties`` tries hundreds.
+A stage has as many rounds as its largest degree, no rank has two peers in one round, and chunks cover every message
+once (as counted in test_rounds.py). What one rank posts as a call's send, its peer posts as that call's receive. No key
+enters a node, and no gradient leaves it, over the network twice. A quarter as many plans as in test_properties.py are
+tried; ``make properties`` tries hundreds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ SOME = OFTEN // 4
 
 
 def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> None:
-    """Both sides of every call agree, every byte of every message is in one, and a rank without bytes has no call."""
+    """Check that both sides of every call agree, that every byte of every message is in one call, and that no call is
+    empty.
+    """
     sent: Counter[tuple[int, ...]] = Counter()
     received: Counter[tuple[int, ...]] = Counter()
     bytes_between: Counter[tuple[int, int, int]] = Counter()
@@ -49,7 +51,7 @@ def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> Non
     ):
         planned[stage, source, target] += n
     assert bytes_between == +planned
-    # A message's parts are disjoint: as many bytes as the message has, all inside it.
+    # A message's parts are disjoint and cover it completely.
     ends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for stage, _, rank, peer, start, stop in sent:
         ends.setdefault((stage, rank, peer), []).append((start, stop))
@@ -59,12 +61,13 @@ def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> Non
 
 
 def check_crossings(plan: Plan, mask: int, backward: bool) -> None:
-    """Of needed traffic that is relayed: every key enters a node once, every gradient of keys leaves it once.
+    """Check that under relayed ``needed`` traffic every key enters a node once, and every gradient of keys leaves it
+    once.
 
-    Where relays may be used but are not faster, keys come straight from their owners.
+    Where relays are allowed but not faster, keys come directly from their owners.
     """
     traffic = plan.placement.traffic
-    if traffic.kind != "needed" or not traffic.relay or plan.placement.assemble_own:  # crumbs are not relayed
+    if traffic.kind != "needed" or not traffic.relay or plan.placement.assemble_own:  # no relays for scattered tokens
         return
     t, node = plan.programs[mask][backward].transfers, plan.cluster.ranks_per_node
     keys, gradients = t.take(t.kind == Kind.KV), t.take(t.kind == Kind.DKV)

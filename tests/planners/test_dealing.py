@@ -1,5 +1,5 @@
-"""Proves how static methods deal documents to groups: by tokens or by load, by hand and under a cap;
-plans of both are right.
+"""Proves how static methods deal documents to groups, by tokens or by load: examples by hand, caps on tokens, and plans
+of both kinds that pass the check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexcp.shape import Shape
 
 SHAPE = Shape(8, 4, 64, 64)
 FREE = CostModel(model=Model("attention only", hidden=1, layers=1, feed_forward=1), row_tile_pairs=0)
-"""A token costs next to nothing besides its pairs."""
+"""A cost model in which a token costs next to nothing besides its pairs."""
 
 
 def request(lengths: list[int], ranks: int, cap: int | None = None, argument: str = "1@load") -> Request:
@@ -38,34 +38,34 @@ def groups(found: list[np.ndarray]) -> list[list[int]]:
 
 def test_by_hand() -> None:
     lengths = [30, 100, 30, 30, 30, 30, 30]
-    # By tokens four short ones are more than the long one: 130 and 150.
+    # By tokens four short documents outweigh the long one: 130 and 150 in the end.
     assert groups(deal(np.array(lengths), 2)) == [[1, 5], [0, 2, 3, 4, 6]]
-    # By load the long one is 5,050 pairs and each short one 465: all of them together are less.
+    # By load the long document has 5,050 pairs and each short one 465, so all six together weigh less.
     assert groups(dealt(request(lengths, 2), 2, 1)) == [[1], [0, 2, 3, 4, 5, 6]]
-    # Where a group holds 150 tokens, one of the six has to go to the long one.
+    # Where a group holds at most 150 tokens, one of the six must join the long document.
     assert groups(dealt(request(lengths, 2, cap=150), 2, 1)) == [[1, 6], [0, 2, 3, 4, 5]]
-    # With room for one token less only four short ones fit together, and the last document fits nowhere.
+    # With room for one token less, only four short documents fit together, and the last one fits nowhere.
     assert groups(dealt(request(lengths, 2, cap=149), 2, 1)) == [[1, 5], [0, 2, 3, 4, 6]]
-    # Cut into 8 parts each, 30 tokens may take the place of 32: four fit, and the last goes where there is more room.
+    # Cut into 8 parts, 30 tokens may take up 32: four documents fit, and the last goes where there is more room.
     assert groups(dealt(request(lengths, 2, cap=150), 2, 8)) == [[1, 5], [0, 2, 3, 4, 6]]
-    # Six of 32 are 192 tokens, which rounding alone does not stop where a group holds them.
+    # Six times 32 are 192 tokens, which fit exactly.
     assert groups(dealt(request(lengths, 2, cap=192), 2, 8)) == [[1], [0, 2, 3, 4, 5, 6]]
 
 
 def test_tiles_and_other_layers_are_part_of_a_load() -> None:
-    """Eight documents of 40 tokens are 6,560 pairs, one of 120 is 7,260."""
+    """Eight documents of 40 tokens have 6,560 pairs, one of 120 has 7,260."""
     lengths = [120, *([40] * 8)]
     alone = request(lengths, 2)
     assert groups(dealt(alone, 2, 1)) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
-    # With a tile each, nine documents cost nearly the same each; cut into four parts each, four tiles do.
+    # With a tile of 32,768 pairs for each, nine documents cost nearly the same each.
     tiles = replace(alone, cost=replace(FREE, row_tile_pairs=32_768))
     assert sorted(len(documents) for documents in dealt(tiles, 2, 1)) == [4, 5]
     long = request([600, *([40] * 8)], 2)
     tiles = replace(long, cost=replace(FREE, row_tile_pairs=32_768))
-    # 5 tiles and 180,300 pairs are more than 8 tiles, but not more than 4 x 8 of cuts.
+    # 5 tiles and 180,300 pairs are more than 8 tiles, but less than the 4 x 8 tiles of documents cut into 4 parts.
     assert groups(dealt(tiles, 2, 1)) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert len(dealt(tiles, 2, 4)[0]) > 1
-    # Where a token costs 1,000 pairs beside attention, tokens decide: 120 and 2 x 40 against 6 x 40.
+    # Where the other layers cost over 1,000 pairs a token, tokens decide: 120 + 2 x 40 and 6 x 40.
     linear = replace(alone, cost=CostModel(row_tile_pairs=0))
     assert linear.cost.pairs_per_token(SHAPE) > 1000
     assert [sum(lengths[d] for d in documents) for documents in groups(dealt(linear, 2, 1))] == [200, 240]
@@ -84,7 +84,7 @@ def test_every_document_is_dealt_once(lengths: list[int], count: int, tight: boo
 
 
 def test_work_is_even_by_load_and_tokens_are_by_tokens() -> None:
-    """Three long documents over four groups: what the fourth has instead is as many tokens, or as much work."""
+    """Three long documents over four groups: the fourth group gets as many tokens, or as much work."""
     lengths = [*([3000] * 3), *([200] * 400)]
     plans = {}
     for strategy in ("zigzag:4", "zigzag:4@load"):
@@ -110,8 +110,8 @@ def test_plans_are_right(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring:4", "zigzag:4", "allgather:4", "ulysses:4", "usp:2,2"])
 def test_the_cap_has_room_for_rounding(strategy: str) -> None:
-    """Thousands of short documents whose parts are all rounded the same way still fit,
-    because a group was not filled to the brim.
+    """Thousands of short documents whose parts are all rounded in the same direction still fit, because groups are not
+    filled completely.
     """
     lengths = [20_000, *([5] * 4000)]
     planner = flexcp.Planner(

@@ -1,4 +1,6 @@
-"""Proves micro-batches: every document once, none over the cap, few, balanced, in order, and the same every time."""
+"""Proves micro-batches: every document is in one, none exceeds the cap, they are few, balanced and in order, and
+splitting the same documents again gives the same micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def loads_of(lengths: list[int]) -> list[int]:
 
 
 def best_fit_count(lengths: list[int], room: int) -> int:
-    """Micro-batches that best fit decreasing opens, written as in textbooks."""
+    """Return how many micro-batches textbook best-fit-decreasing opens."""
     left: list[int] = []
     for n in sorted(lengths, reverse=True):
         fits = [i for i, free in enumerate(left) if free >= n]
@@ -59,7 +61,10 @@ def test_documents_are_dealt_once_within_the_cap(lengths: list[int], ranks: int,
 
 
 def test_the_same_documents_are_split_alike_on_every_machine() -> None:
-    """Batches with room to spare, with little and with none. The number changes with how documents are split."""
+    """Batches with much, little and no room to spare.
+
+    The checksum changes whenever documents are split differently.
+    """
     found = []
     for seed in range(12):
         for tokens, ranks, cap in ((60_000, 4, 6_000), (60_000, 4, 3_900), (32_768, 8, 1024)):
@@ -87,7 +92,7 @@ def test_many_documents_are_balanced_in_time() -> None:
 
 
 def test_long_documents_are_kept_apart() -> None:
-    # Two heavy documents and light ones: together the heavy ones would fit, but one micro-batch would take all the
+    # Two heavy documents and light ones: the heavy ones would fit together, but that micro-batch would take all the
     # time.
     lengths = [500, 500, *[100] * 10]
     found = split(lengths, [n * n for n in lengths], 1, 1000)
@@ -95,14 +100,14 @@ def test_long_documents_are_kept_apart() -> None:
 
 
 def test_repair_undoes_a_greedy_start() -> None:
-    # Longest first ends at 14 : 10; the best is 12 : 12.
+    # Dealing the longest first ends at 14 and 10; the best is 12 and 12.
     found = split([6, 5, 4, 4, 3, 2], [6, 5, 4, 4, 3, 2], 1, 14)
     assert [sum([6, 5, 4, 4, 3, 2][d] for d in documents) for documents in found] == [12, 12]
 
 
 def test_the_cap_is_what_is_left_of_it_in_whole_multiples() -> None:
-    """Counts are rounded up to pad_to, so a rank that may keep 100 tokens is given at most 64:
-    180 tokens need two micro-batches.
+    """Token counts are rounded up to pad_to, so a rank that may keep 100 tokens gets at most 64, and 180 tokens need
+    two micro-batches.
     """
     planner = Planner(4, 2, 16, cluster=cluster("cpu", 1, 2), strategy="blocks", max_tokens_per_rank=100)
     found = planner.micro_batches([60, 60, 60], tokens="equal", pad_to=64)

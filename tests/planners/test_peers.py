@@ -1,5 +1,5 @@
-"""Proves the cap on peers: counted over all masks and both directions, kept by auto, refused by others with the count
-and the way out.
+"""Proves the cap on the peers that a rank exchanges with: peers are counted over all masks and both directions,
+``auto`` keeps the cap, and other strategies refuse with the count and a way out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_a_peer_under_any_mask_counts() -> None:
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
 def test_auto_keeps_the_cap(cap: int) -> None:
-    assert max(peer_counts(plan_for("auto"))) > 2  # what it would do without
+    assert max(peer_counts(plan_for("auto"))) > 2  # without the cap
     assert max(peer_counts(plan_for("auto", cap))) <= cap
 
 

@@ -1,8 +1,8 @@
-"""Proves for every strategy, over random batches, masks and machines: its plan keeps every invariant, and each rank
-works and moves what a count by hand says.
+"""Proves for every strategy, over random batches, masks and machines, that its plan keeps every invariant, and that
+each rank works and moves what a brute-force count says.
 
-Machines have up to three nodes of 1 to 7 ranks, equally fast or not. A strategy may refuse (``Refused``), and nothing
-else. By default a strategy is tried 40 times; ``make properties`` tries thousands.
+Machines have up to three nodes of 1 to 7 ranks, equally fast or not. A strategy may refuse with ``Refused``, but raise
+nothing else. By default a strategy is tried 40 times; ``make properties`` tries thousands.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ PARTITIONED = ("hypergraph", "dcp")
 """Strategies that need Mt-KaHyPar."""
 SEARCHING = ["auto", "hypergraph", "dcp"]
 HIGH_EFFORT = DEFAULT_EFFORT + 1
-"""What ``auto`` takes for high effort here: hypergraph runs as many rounds,
-and with the real number they are most of the test's time.
+"""The effort from which ``auto`` also tries ``hypergraph``, lowered for these tests.
+
+``hypergraph`` runs as many rounds as the effort, and with the real value they would take most of the tests' time.
 """
 OFTEN = settings().max_examples if settings().max_examples > 100 else 24
-"""How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
+"""How often a strategy is tried: as the hypothesis profile says, if it asks for more than hypothesis's
+default of 100.
+"""
 SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph", "fcp"}
-"""Strategies that can leave tokens where they are."""
+"""Strategies that accept a layout, which leaves tokens where they are."""
 
 
 @st.composite
@@ -74,7 +77,9 @@ def machines(draw: st.DrawFn) -> Cluster:
 
 @st.composite
 def rules(draw: st.DrawFn, lengths: list[int]) -> Mask | list[Mask]:
-    """One named mask for all documents, or one for each with image spans, explicit slices and emptiness among them."""
+    """Draw one named mask for all documents, or one for each, including image spans, explicit slices and
+    empty masks.
+    """
     if draw(st.booleans()):
         return draw(st.sampled_from(NAMED))
     return [
@@ -94,7 +99,7 @@ def rules(draw: st.DrawFn, lengths: list[int]) -> Mask | list[Mask]:
 
 @st.composite
 def arguments(draw: st.DrawFn, name: str, machine: Cluster) -> str:
-    """A strategy's text, with an argument where it takes one."""
+    """Draw a strategy's text, with an argument where the strategy takes one."""
     degrees = [d for d in range(1, machine.ranks + 1) if machine.ranks % d == 0]
     degree = draw(st.sampled_from(degrees))
     texts = {
@@ -115,7 +120,7 @@ def arguments(draw: st.DrawFn, name: str, machine: Cluster) -> str:
 
 @st.composite
 def cases(draw: st.DrawFn, name: str) -> tuple[Planner, dict[str, Any]]:
-    """A planner, and what it is called with."""
+    """Draw a planner, and the arguments to call it with."""
     machine, (heads, kv_heads) = draw(machines()), draw(st.sampled_from(HEADS))
     lengths = draw(st.lists(st.one_of(st.integers(1, 6), st.integers(1, 48)), min_size=1, max_size=6))
     tokens, ranks = sum(lengths), machine.ranks
@@ -147,7 +152,7 @@ def cases(draw: st.DrawFn, name: str) -> tuple[Planner, dict[str, Any]]:
 
 
 def planned(planner: Planner, call: dict[str, Any]) -> Plan | None:
-    """The plan, or None where the strategy refuses."""
+    """Return the plan, or None where the strategy refuses."""
     try:
         with patch("flexcp.planners.auto.candidates.HIGH_EFFORT", HIGH_EFFORT):
             plan = planner(**call)
@@ -182,8 +187,10 @@ def check_everything(plan: Plan, planner: Planner, call: dict[str, Any]) -> None
 
 
 def check_bytes(plan: Plan, backward: bool, number: int) -> None:
-    """Pair by pair; where keys may be relayed inside a node, what each rank gets and returns,
-    and what crosses between nodes.
+    """Compare bytes for each pair of ranks.
+
+    On several nodes keys may be relayed, so there what each rank receives and returns and what crosses between nodes
+    are compared.
     """
     moved = plan.bytes(backward, mask=number)
     if plan.placement.traffic.kind != "needed":
@@ -208,7 +215,7 @@ def check_bytes(plan: Plan, backward: bool, number: int) -> None:
 
 
 def _layout(call: dict[str, Any], plan: Plan) -> list[list[int]]:
-    """Who keeps what under a layout, in stream order."""
+    """Return each rank's tokens under a layout, in stream order."""
     stream, layout = np.arange(plan.batch.tokens), call["layout"]
     if layout == "contiguous":
         return [part.tolist() for part in np.array_split(stream, plan.ranks)]
@@ -229,7 +236,7 @@ def test_every_rank_works_and_moves_what_a_count_by_hand_says(name: str, data: s
 @settings(max_examples=OFTEN // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_so_it_is_where_plans_are_searched_for(name: str, data: st.DataObject) -> None:
-    """Half as often: a plan takes ten times as long, and what is found is made of what the others make."""
+    """These are tried half as often: a plan takes ten times as long, and is built from the other strategies' parts."""
     try_one(name, data)
 
 

@@ -1,6 +1,7 @@
-"""Proves the rivals: each deals as its system does, and moves what that system moves.
+"""Proves the planners after published systems: each deals documents as its system does, and moves what that system
+moves.
 
-Hand cases give exact counts and bytes; random batches give the properties that hold for all.
+Examples by hand give exact counts and bytes; random batches give the properties that hold for all.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ Ints = NDArray[np.int64]
 Strategy = Callable[[Request], Placement]
 SHAPE = Shape(8, 2, 64, 64)
 KV_BYTES = 2 * 2 * (64 + 64)
-"""Of one token: two KV heads, bfloat16."""
+"""Bytes of one token's keys and values: two KV heads in bfloat16."""
 RIVALS: list[Strategy] = [dhp, fcp, minheap, pow2, hdp, wlb]
 DEALERS = [strategy for strategy in RIVALS if strategy is not fcp]
-"""Those that place tokens, and refuse a layout."""
+"""The planners that place tokens themselves, and so refuse a layout."""
 
 
 def asked(
@@ -59,7 +60,7 @@ def planned(strategy: Strategy, request: Request) -> Plan:
 
 
 def kept(placement: Placement) -> Ints:
-    """``[document, rank]`` tokens."""
+    """Return ``[document, rank]`` counts of tokens."""
     found = np.zeros((placement.batch.documents, placement.ranks), np.int64)
     runs = placement.runs
     index, document, q0, q1 = placement.batch.split_by_document(runs.start, runs.stop)
@@ -67,7 +68,7 @@ def kept(placement: Placement) -> Ints:
     return found
 
 
-# --- all --------------------------------------------------------------------------------------------------------------
+# --- all planners -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", RIVALS)
@@ -135,7 +136,7 @@ def test_refused_arguments(strategy: Strategy, argument: str, message: str) -> N
 
 
 def test_minheap_with_a_relay_crosses_to_a_node_once() -> None:
-    """The same rows on the same ranks; fewer bytes between nodes, never more than all keys to each other node."""
+    """With relays the same ranks compute the same rows, and fewer bytes cross nodes: at most all keys once."""
     plans = {text: planned(minheap, asked([4096], 8, nodes=2, argument=text)) for text in ("256", "256,relay")}
     node = np.arange(8) // 4
     across = {text: int(plan.bytes()[node[:, None] != node].sum()) for text, plan in plans.items()}
@@ -198,7 +199,7 @@ def test_pow2_groups_are_aligned_powers_of_two(lengths: list[int], ranks: int) -
 
 
 def test_pow2_rounds_degrees_up_and_passes_keys_round() -> None:
-    # With 1,000 tokens a rank 2,500 need 4 of 8 ranks (3 would do), 1,500 need 2, the others 1.
+    # With 1,000 tokens a rank, 2,500 tokens need 4 of 8 ranks (3 would hold them), 1,500 need 2, the others 1.
     plan = planned(pow2, asked([2_500, 1_500, 900, 800], 8, argument="1000"))
     assert [len(grid) for grid in plan.placement.traffic.groups] == [4, 2, 1, 1]
     assert (kept(plan.placement) > 0).sum(axis=1).tolist() == [4, 2, 1, 1]
@@ -227,8 +228,8 @@ def test_hdp_cuts_over_just_enough_ranks() -> None:
     assert (tokens > 0).sum(axis=1).tolist() == [3, 1, 1, 1, 1]
     assert sorted(tokens[0][tokens[0] > 0].tolist()) == [833, 833, 834]
     assert np.ptp(np.flatnonzero(tokens[0])) == 2, "neighbouring ranks"
-    # Zig-zag over three: the rank with the first part and the last reads everything, the others up to the end of their
-    # later part.
+    # Zig-zag over three ranks: the rank with the first and last parts reads everything, the others up to the end of
+    # their later part.
     assert plan.bytes().sum() <= KV_BYTES * 2 * 2_500
 
 
@@ -269,7 +270,7 @@ def test_wlb_leaves_many_short_documents_together() -> None:
 @given(st.lists(st.integers(1, 6_000), min_size=1, max_size=12), st.integers(1, 6))
 @settings(max_examples=50, deadline=None)
 def test_wlb_takes_the_faster(lengths: list[int], ranks: int) -> None:
-    """Recomputed by hand: area of every fragment plus one tile of 128 x 128 for it."""
+    """Recompute by hand the cost of both ways: the area of every fragment plus one tile of 128 x 128 for it."""
     batch = make_batch(lengths, causal())
 
     def slowest(sequences: list[tuple[int, int]]) -> int:
@@ -280,7 +281,7 @@ def test_wlb_takes_the_faster(lengths: list[int], ranks: int) -> None:
             for i in range(ranks):
                 mine = [parts[i], parts[2 * ranks - 1 - i]]
                 if mine[0][1] == mine[1][0]:
-                    mine = [(mine[0][0], mine[1][1])]  # the two parts in the middle are neighbours: one fragment
+                    mine = [(mine[0][0], mine[1][1])]  # the two middle parts are adjacent: one fragment
                 for a, b in mine:
                     _, _, q0, q1 = batch.split_by_document(np.array([a]), np.array([b]))
                     totals[i] += sum(
@@ -296,7 +297,7 @@ def test_wlb_takes_the_faster(lengths: list[int], ranks: int) -> None:
 
 @pytest.mark.parametrize("name", ["minheap", "fcp"])
 def test_parts_of_a_document_that_are_too_many_to_count_are_refused_with_a_size_that_works(name: str) -> None:
-    """Found by ``flexcp fuzz``: chunks of one token of a long document asked for 32 GB."""
+    """Chunks of one token of a long document would need 32 GB (found by ``flexcp fuzz``)."""
     where = cluster("cpu", 1, 8)
     with pytest.raises(Refused, match=rf"291213 parts of 1; take at least (\d+) tokens, as in {name}:\1") as found:
         Planner(2, cluster=where, strategy=f"{name}:1")([291_213])

@@ -1,5 +1,5 @@
-"""Proves DCP's planner: a partition from nothing with the bytes its hypergraph says, over nodes first,
-the same twice, and shared.
+"""Proves the planner after the DCP paper: it partitions from scratch, moves the bytes that its hypergraph says, cuts
+over nodes first, gives the same plan twice, and its plans are shared between ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def planned(strategy: str = "dcp:256", nodes: int = 1, mask: Mask | None = None,
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("mask", [causal(), lambda_(64, 512), shared_question()], ids=str)
 def test_moves_what_its_hypergraph_says(nodes: int, mask: Mask) -> None:
-    """The connectivity of the partition is the forward volume; what is relayed is in it once for each reader."""
+    """The connectivity of the partition equals the forward bytes; a relayed key counts once for each reader."""
     plan = planned(nodes=nodes, mask=mask)
     planner = Planner(8, 2, 64, cluster=plan.cluster)
     request = type("Asked", (), {"batch": plan.batch, "shape": planner.shape, "ranks": plan.ranks})
@@ -64,7 +64,9 @@ def test_cuts_from_nothing_and_not_from_blocks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_better_balanced_of_two_foldings_is_kept() -> None:
-    """With one folding the placement is that folding's, so that its time can be measured alone."""
+    """With one of the two weightings of tokens the placement is that weighting's own, so its time can be measured
+    alone.
+    """
     request = Request(make_batch(LENGTHS, causal()), Shape(8, 2, 64, 64), cluster("a100", 2, 4), CostModel(), "256")
     alone = [placed_within(request, NODE_TOLERANCE, RANK_TOLERANCE, (share,)) for share in TOKEN_SHARES]
     plans = [make_plan(each, request.shape, request.cluster, request.cost, "dcp") for each in alone]
@@ -84,7 +86,7 @@ def test_tiles_may_run_away_from_their_tokens() -> None:
 
 
 def test_nodes_are_cut_first() -> None:
-    """Fewer bytes cross nodes than if ranks had been numbered at random."""
+    """Fewer bytes cross nodes than if ranks were numbered at random."""
     plan = planned(nodes=2, lengths=draw_lengths("longtail", 65_536, 0))
     moved, order = plan.bytes(), np.random.default_rng(0).permutation(8)
     across = np.arange(8)[:, None] // 4 != np.arange(8) // 4
@@ -92,8 +94,9 @@ def test_nodes_are_cut_first() -> None:
 
 
 def test_divisions_share_what_nodes_send() -> None:
-    """Keys that cross nodes arrive in three stages, and no rank sends more in one than an even part
-    and a block; inside, at once.
+    """Keys that cross nodes arrive in three stages, in each of which a rank sends at most an even part and a block.
+
+    Inside a node all keys arrive in the first stage.
     """
     plan = planned(nodes=2, lengths=[9_000, 500])
     t = plan.programs[0][0].transfers
@@ -102,7 +105,7 @@ def test_divisions_share_what_nodes_send() -> None:
     assert set(keys.stage.tolist()) == {1, 2, 3}
     sent = np.zeros((8, 4), np.int64)
     np.add.at(sent, (keys.source, keys.stage), keys.stop - keys.start)
-    # Relays let a node take tokens once that its ranks asked for in several divisions, so only an upper limit holds.
+    # With relays a node receives tokens once that its ranks read in several divisions, so only an upper limit holds.
     asked = _asked_across(plan)
     assert (sent[:, 1:3] <= -(-asked // 3)[:, None] + 256).all()
     inside = planned(lengths=[9_000, 500]).programs[0][0].transfers
@@ -110,7 +113,7 @@ def test_divisions_share_what_nodes_send() -> None:
 
 
 def _asked_across(plan: Plan) -> Ints:
-    """Tokens that ranks of the other node read of each rank, both KV heads as one."""
+    """Return how many of each rank's tokens ranks of the other node read, counting both KV heads as one."""
     wanted: set[tuple[int, int, int]] = set()
     t = plan.programs[0][0].transfers
     for source, target, owner, start, stop, kind in zip(
@@ -123,7 +126,7 @@ def _asked_across(plan: Plan) -> Ints:
 
 
 def test_a_division_is_the_stage_in_which_keys_travel() -> None:
-    """Of a wish made by hand: the second half of a document in stage 2."""
+    """A placement made by hand asks for the second half of each rank's keys in stage 2."""
     request = Request(make_batch([512], causal()), Shape(8, 2, 64, 64), cluster("h100", 1, 2), CostModel())
     placement = find_strategy("ring")[0](request)
     stage = np.array([[1, 2, 1, 2], [1, 2, 1, 2]])
@@ -140,7 +143,7 @@ def test_is_seeded() -> None:
 
 
 def test_loaders_share_its_plans() -> None:
-    """Unless told, one rank plans for all where plans may differ, and only there."""
+    """By default one rank plans for all where ranks could find different plans, and only there."""
     differing = {name for name in STRATEGIES if may_differ(name) and may_differ(f"{name}:256")}
     assert differing == {"hypergraph", "dcp"}
 

@@ -1,5 +1,5 @@
-"""Proves DHP's planner: its dynamic program finds what trying all degrees finds, its packing is best fit in decreasing
-order, rings have any size.
+"""Proves the planner after the DHP paper: its dynamic program finds what trying all degrees finds, its packing is best
+fit in decreasing order, and rings have any size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def asked(lengths: list[int], ranks: int, argument: str = "", nodes: int = 1, **
 @given(data=st.data(), ranks=st.integers(1, 8))
 @settings(max_examples=80, deadline=None)
 def test_the_dynamic_program_equals_brute_force(data: st.DataObject, ranks: int) -> None:
-    """Any times, monotonic or not; no group with fewer ranks than it needs."""
+    """Times are arbitrary, and no group gets fewer ranks than it needs."""
     least = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5).filter(lambda each: sum(each) <= ranks))
     times = np.array([[data.draw(st.integers(1, 30)) for _ in range(ranks)] for _ in least])
     every = [
@@ -47,7 +47,7 @@ def test_the_dynamic_program_equals_brute_force(data: st.DataObject, ranks: int)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(5, 40))
 @settings(max_examples=60, deadline=None)
 def test_packing_is_best_fit_in_decreasing_order(lengths: list[int], budget: int) -> None:
-    """Told by hand: the tightest room that holds a document, or a group of its own."""
+    """Each document goes into the tightest room that holds it, or opens a group of its own."""
     rooms: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room[0] >= length]
@@ -74,14 +74,16 @@ def test_degrees_are_any_integer_and_the_largest_come_first() -> None:
 
 
 def test_a_short_document_packed_beside_a_long_one_inherits_its_degree() -> None:
-    # 25,000 tokens open 3 ranks of 10,000: the 4,000 fit in the room that is left.
+    # 25,000 tokens open 3 ranks of 10,000, and the 4,000 fit in the remaining room.
     placement = dhp(asked([25_000, 4_000], 3, "10000"))
     assert degrees(placement) == [3] and placement.tokens.tolist() == [9_666, 9_668, 9_666]
 
 
 def test_times_are_the_papers_terms() -> None:
-    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid;
-    alone nothing moves.
+    """The terms of the paper's cost.
+
+    Doubling ranks halves computation, links beyond a node are slower, transfers that attention hides cost nothing, and
+    on one rank nothing moves.
     """
     request = asked([40_000], 16, nodes=2)
     one = _times(request, [[0]])[0]
@@ -91,7 +93,7 @@ def test_times_are_the_papers_terms() -> None:
     attention = sum(int(cost.attention_ns(pairs * 8, shape, where, way)[0]) for way in (False, True))
     linear = int(cost.linear_ns(np.array([40_000]), shape, where)[0])
     assert int(one[0]) == attention + linear + 2 * cost.kernel_ns
-    # keys twice, and their partial gradients: float32
+    # keys twice, and their partial gradients in float32
     moved = 40_000 * 2 * (64 + 64) * (2 * 2 + 4)
     across = int(cost.link_ns(np.array([moved]), where.inter_mbps)[0]) + 2 * where.latency_ns
     share = -(-attention // 16)

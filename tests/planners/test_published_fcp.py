@@ -1,5 +1,5 @@
-"""Proves FCP's planner: blocks of equal work, both shares balanced, as many rounds as the largest degree, and a
-reshuffle at the door.
+"""Proves the planner after the FCP paper: blocks of equal work, balanced work and tokens, as many rounds as the largest
+degree, and a reshuffle on entry where the layout is fixed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_causal_blocks_of_a_document_have_equal_work() -> None:
 
 @pytest.mark.parametrize("name", ["lognormal16k", "bimodal"])
 def test_both_shares_are_balanced(name: str) -> None:
-    """The paper's imbalance, (max - mean) / max, is 1.7 to 3.4 % from 16 GPUs on; here up to 8 %."""
+    """The paper reports an imbalance, (max - mean) / max, of 1.7 to 3.4 % from 16 GPUs on; here it is below 8 %."""
     plan = planned(draw_lengths(name, 16 * 32_768, 0), 16, nodes=2)
     for share in (plan.work(), plan.placement.tokens):
         assert 1 - 1 / imbalance(share) < 0.08
@@ -63,8 +63,8 @@ def test_both_shares_are_balanced(name: str) -> None:
 @given(st.lists(st.integers(1, 3_000), min_size=1, max_size=8), st.sampled_from([(2, 1), (3, 1), (8, 1), (8, 2)]))
 @settings(max_examples=25, deadline=None)
 def test_there_are_as_many_rounds_as_the_largest_degree(lengths: list[int], machine: tuple[int, int]) -> None:
-    """Of the graph whose edges are the blocks' keys that one rank sends another:
-    none sends or receives twice in a round.
+    """The graph's edges are the blocks of keys that one rank sends another; no rank sends or receives
+    twice in a round.
     """
     plan = planned(lengths, machine[0], "fcp:256", machine[1])
     block_bytes = 256 * 2 * int(plan.shape.bytes_per_token_head()[Kind.KV, 0])
@@ -88,8 +88,8 @@ def test_rounds_survive_a_plan_file() -> None:
 
 
 def test_a_fixed_layout_is_reshuffled_at_the_door() -> None:
-    """Tokens stay, the same rows are computed by the same ranks as with a free one,
-    and what arrives for a block goes home.
+    """Tokens stay where they are, the same ranks compute the same rows as under a free layout, and results return to
+    the tokens' owners.
     """
     lengths = [3_000, 700, 650, 90]
     free, kept = planned(lengths, 4, "fcp:256"), planned(lengths, 4, "fcp:256", layout="contiguous")

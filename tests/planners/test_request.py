@@ -1,4 +1,4 @@
-"""Proves what a refusal is: strategies refuse what does not suit them by ``Refused``, a user's mistake is no refusal,
+"""Proves refusals: a strategy raises ``Refused`` for requests that do not suit it, a user's mistake is another error,
 and ``auto`` goes on after a refusal but never hides a bug.
 """
 
@@ -26,7 +26,7 @@ HALVES = tuple(np.array_split(np.arange(200), 4))
 
 
 def place(strategy: str, lengths: tuple[int, ...] = (150, 50), **options: Any) -> Placement:
-    """On 4 ranks, 8 query and 2 KV heads unless told."""
+    """Place a batch on 4 ranks with a strategy, with 8 query and 2 KV heads unless a shape is given."""
     found, argument = find_strategy(strategy)
     shape = options.pop("shape", Shape(8, 2, 16, 16))
     batch = make_batch(lengths, causal())
@@ -34,10 +34,10 @@ def place(strategy: str, lengths: tuple[int, ...] = (150, 50), **options: Any) -
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    # A cap: no placement fits, or this one does not.
+    # A cap on tokens: no placement can keep it, or this strategy's does not.
     **{f"{name} over the cap": ({"strategy": name, "max_tokens_per_rank": 20}, "=20") for name in STRATEGIES},
     "dp's longest document": ({"strategy": "dp", "max_tokens_per_rank": 100}, "keeps 150 tokens on rank 0"),
-    # Tolerances of strategies that balance by a rule of their own.
+    # Tolerances for strategies that balance by their own rule.
     **{
         f"{name} with a tolerance": ({"strategy": name, "compute_tolerance": 0.1}, "takes no tolerances")
         for name in STRATEGIES

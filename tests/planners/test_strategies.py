@@ -1,8 +1,8 @@
-"""Proves the strategies: every plan is right, and each strategy keeps the tokens,
-does the work and moves the bytes it promises.
+"""Proves the strategies: every plan is right, and each strategy keeps the tokens, does the work and moves the bytes
+that it promises.
 
-Plans are judged by brute force over tokens, pairs and heads, next to their own symbolic check. Bytes are recomputed
-from the transfers with the formulas of the design, and against closed forms per strategy.
+Plans are compared with brute force over tokens, pairs and heads, besides their own symbolic check. Bytes are recomputed
+from the transfers with the formulas of the design, and compared with closed forms for each strategy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def splits_heads(degree: int, heads: int, kv_heads: int) -> bool:
 
 
 def strategies_for(machine: Cluster, heads: int, kv_heads: int) -> list[str]:
-    """Every strategy text that fits the machine and the heads."""
+    """Return every strategy text that fits the machine and the heads."""
     ranks = machine.ranks
     found = ["dp", "blocks", "usp"]
     for name in ("ring", "zigzag", "allgather"):
@@ -90,7 +90,7 @@ named = st.sampled_from(
 
 @st.composite
 def mask_for(draw: st.DrawFn, lengths: list[int]) -> MaskLike:
-    """One named mask for all documents, or one per document with image spans and explicit slices among them."""
+    """Draw one named mask for all documents, or one for each, including image spans and explicit slices."""
     if draw(st.booleans()):
         return draw(named)
     own = [
@@ -107,7 +107,7 @@ def mask_for(draw: st.DrawFn, lengths: list[int]) -> MaskLike:
 
 @st.composite
 def index_map(draw: st.DrawFn, tokens: int, ranks: int, crumbs: bool) -> list[list[int]]:
-    """A random partition of the stream in random local order: single tokens, or at most two chunks a rank."""
+    """Draw a random partition of the stream in random local order: single tokens, or at most two chunks a rank."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     if crumbs:
         owner = random.integers(0, ranks, tokens)
@@ -118,7 +118,7 @@ def index_map(draw: st.DrawFn, tokens: int, ranks: int, crumbs: bool) -> list[li
 
 
 def tensor_split(tokens: int, parts: int) -> list[list[int]]:
-    """The first ``tokens % parts`` parts are one longer."""
+    """Return consecutive parts like torch.tensor_split: the first ``tokens % parts`` are one token longer."""
     sizes = [tokens // parts + (i < tokens % parts) for i in range(parts)]
     return [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(parts)]
 
@@ -131,7 +131,7 @@ def named_layout(layout: str, tokens: int, ranks: int) -> list[list[int]]:
 
 
 def kept_by(plan: Plan, rank: int) -> list[int]:
-    """Stream tokens of a rank in its local order."""
+    """Return the stream's tokens that a rank keeps, in its local order."""
     runs = plan.placement.runs
     mine = zip(*(c[runs.rank == rank].tolist() for c in (runs.start, runs.stop)), strict=True)
     return [token for start, stop in mine for token in range(start, stop)]
@@ -164,8 +164,9 @@ def assert_every_pair_computed_once(plan: Plan, mask: int = 0) -> None:
 
 
 def assert_only_needed_pieces_move(plan: Plan, backward: bool, mask: int = 0) -> None:
-    """Tokens and heads that each rank receives are exactly those its pairs read,
-    less its own (unless those are assembled).
+    """Check that each rank receives exactly the tokens and heads that its pairs read, without its own.
+
+    If own tokens are assembled, they count as received too.
     """
     shape, placement = plan.shape, plan.placement
     dense, share = dense_masks(plan.batch, mask), plan.shape.queries_per_key
@@ -190,7 +191,7 @@ def assert_only_needed_pieces_move(plan: Plan, backward: bool, mask: int = 0) ->
 
 
 def wire_bytes(plan: Plan, backward: bool, mask: int = 0) -> Ints:
-    """[source, target] bytes from the transfers and the design's table."""
+    """Return ``[source, target]`` bytes, computed from the transfers and the design's table of message sizes."""
     shape = plan.shape
     e = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[shape.dtype]
     wide = 8 if shape.dtype == "float64" else 4
@@ -302,7 +303,7 @@ def test_bytes_are_those_of_the_design(data: st.DataObject, machine: Cluster, le
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_of_every_kind_partial_and_final(dtype: str) -> None:
-    """The design's table, number by number, for heads of 24 (keys) and 40 (values)."""
+    """Compares the design's table of message sizes, number by number, for heads of 24 (keys) and 40 (values)."""
     e, wide = {"float64": (8, 8), "float32": (4, 4), "bfloat16": (2, 4), "float16": (2, 4)}[dtype]
     table = Shape(8, 2, 24, 40, dtype).bytes_per_token_head()
     expected = {
@@ -353,7 +354,7 @@ def rows_kept(plan: Plan, document: int, rank: int) -> list[int]:
 
 
 def group_of(plan: Plan, document: int, degree: int) -> int:
-    """The group that keeps a document; it must be a single one."""
+    """Return the group that keeps a document, which must be a single one."""
     groups = {r // degree for r in range(plan.ranks) if rows_kept(plan, document, r)}
     assert len(groups) == 1
     return groups.pop()
@@ -411,7 +412,9 @@ def test_usp_zigzags_over_rows_of_ranks_and_splits_each_row_evenly() -> None:
 @settings(max_examples=18, deadline=None)
 @given(group_requests())
 def test_documents_are_dealt_to_groups_evenly(request: tuple[Cluster, int, list[int]]) -> None:
-    """Longest first to the group with the fewest tokens: no group leads another by more than one document."""
+    """Documents go longest first to the group with the fewest tokens, so no group leads another by more than one
+    document.
+    """
     machine, degree, lengths = request
     plan = Planner(8, 2, 8, cluster=machine, strategy=f"allgather:{degree}")(lengths)
     groups = [group_of(plan, d, degree) for d in range(len(lengths))]
@@ -471,7 +474,7 @@ def test_rings_pass_all_keys_of_a_group_to_the_next_rank_only(
         for rank in range(plan.ranks):
             base = rank // degree * degree
             after, everyone = base + (rank - base + 1) % degree, int(tokens[base : base + degree].sum())
-            # All keys pass by but those of the next rank; all gradients but this rank's own, which are home.
+            # A rank passes on all keys except the next rank's, and all gradients except its own.
             keys = (everyone - int(tokens[after])) * 2 * e * (D + DV)
             forward[rank, after] = keys
             backward[rank, after] = keys + (everyone - int(tokens[rank])) * 2 * wide * (D + DV)
@@ -531,7 +534,8 @@ def test_usp_exchanges_heads_in_rows_then_passes_keys_round(u: int, r: int, dtyp
     assert plan.bytes(False).sum() == 2 * tokens * (exchange + hops)
     assert plan.inter_node_bytes(False) == 0
     exchange = (u - 1) * (queries * (e * D + e * DV + 2 * wide + e * D) + keys * e * (D + DV))
-    # dkv follows the keys as partial sums, then goes home inside the row: final unless others hold the same KV head.
+    # dkv follows the keys as partial sums, then returns inside the row; it is final unless others hold the same KV
+    # head.
     hops += (r - 1) * u * keys * wide * (D + DV)
     last = (u - 1) * keys * (wide if u > kv_heads else e) * (D + DV)
     assert plan.bytes(True).sum() == 2 * tokens * (exchange + hops + last)
@@ -583,7 +587,7 @@ def test_ulysses_gives_every_rank_of_a_group_the_same_work(request: tuple[Cluste
 
 
 def row_areas(batch: Batch, mask: int = 0) -> Ints:
-    """Pairs of every row of the batch."""
+    """Return the number of pairs of every row of the batch."""
     document = np.repeat(np.arange(batch.documents), batch.lengths)
     row = np.arange(batch.tokens) - batch.starts[document]
     return batch.masks[mask].rows_area(document, row, row + 1)
@@ -621,9 +625,7 @@ def test_blocks_weighs_masks_by_their_layers(machine: Cluster, lengths: list[int
 def test_blocks_without_tolerances_balances_attention_and_tokens_in_one_price(
     machine: Cluster, lengths: list[int], mask: Mask
 ) -> None:
-    """Work is levelled after tokens are placed, so a little of the price stays behind:
-    5 %, where one row is not much.
-    """
+    """Work is balanced after tokens are placed, so a few percent of imbalance remain: 5 % where one row is not much."""
     assume(sum(lengths) >= 100 * machine.ranks)
     planner = Planner(8, 2, 8, cluster=machine, strategy="blocks")
     plan = planner(lengths, mask)

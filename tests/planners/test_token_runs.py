@@ -1,4 +1,6 @@
-"""Proves runs of tokens by hand, and that tolerances are judged by rank, by speed, and only where they apply."""
+"""Proves by hand the runs of tokens that ranks keep, and that tolerances are checked for each rank, by its speed, and
+only where they apply.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_a_faster_rank_may_have_more_work() -> None:
 
 
 def test_a_token_and_a_row_more_than_the_tolerances_allow_are_forgiven() -> None:
-    """Rank 1 keeps and computes the rest of two documents, of which rank 0 has one."""
+    """Of two documents rank 1 keeps or computes slightly more than half."""
     asked = request_of([100, 100], token_tolerance=0.0)
     placement = static.dp(replace(asked, token_tolerance=None))
     for moved, refused in ((1, False), (2, True)):
@@ -92,7 +94,7 @@ def test_runs_of_maps_keep_the_order_of_the_maps() -> None:
 
 
 def test_many_short_runs_are_scattered() -> None:
-    """Shorter than a fixed length on average, and more than four for each rank."""
+    """Runs are scattered if they are short on average and more than four for each rank."""
 
     def runs(count: int, length: int) -> Runs:
         start = np.arange(count) * 2 * length

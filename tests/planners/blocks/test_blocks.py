@@ -1,7 +1,7 @@
-"""Proves blocks: its limits hold by construction, and it moves no more than what it is measured by.
+"""Proves the ``blocks`` planner: its limits on work and tokens always hold, and it moves few bytes.
 
-Bytes are recounted token by token from the placement. Bounds on bytes are what the planner reached when this was
-written, plus a little: a change that makes plans dearer must say so here.
+Bytes are recounted token by token from the placement. The bounds on bytes are what the planner reached when the tests
+were written, plus a little, so a change that makes plans move more must change them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def planned(lengths: list[int], mask: flexcp.Mask, nodes: int, equal: bool, tole
 
 
 def forward_bytes(plan: Plan) -> int:
-    """What ranks receive of rows and keys they do not keep, counted token by token;
-    o travels as a part where several compute it.
+    """Return the bytes that ranks receive and send back for rows and keys they do not keep, counted token by token.
+
+    An output that several ranks compute travels as partial sums, which are larger.
     """
     placement, shape = plan.placement, plan.shape
     batch, regions, each = placement.batch, placement.regions[0], shape.bytes_per_token_head()
@@ -100,7 +101,7 @@ def test_the_long_tail_moves_little(mask: str, nodes: int, equal: bool) -> None:
 
 
 def test_equal_tokens_cost_little_more() -> None:
-    """Web packs of 8 ranks: at most 15 % more bytes than with a tolerance, over six of them."""
+    """Over six batches of web documents on 8 ranks, equal tokens move at most 15 % more bytes than a 5 % tolerance."""
     free, equal = 0, 0
     planner = [
         flexcp.Planner(64, 8, 128, strategy="blocks", compute_tolerance=0.05, token_tolerance=t) for t in (0.05, None)
@@ -136,7 +137,7 @@ def test_limits_hold(lengths: list[int], mask: str, nodes: int, equal: bool, tol
         assert plan.placement.tokens.max() <= max(sum(lengths) * (1 + tolerance) / ranks, -(-sum(lengths) // ranks))
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- steps of the planner ---------------------------------------------------------------------------------------------
 
 
 def field_of(lengths: list[int], mask: flexcp.Mask, grain: int = 16) -> tuple[Ruler, Reads]:
@@ -147,7 +148,7 @@ def field_of(lengths: list[int], mask: flexcp.Mask, grain: int = 16) -> tuple[Ru
 
 
 def random_table(ruler: Ruler, lengths: list[int], bins: int, seed: int) -> Ints:
-    """Documents cut anywhere, pieces in random bins, with room for more."""
+    """Return documents cut at random places with their pieces in random bins, and room for more pieces."""
     random = np.random.default_rng(seed)
     rows = []
     for d, length in enumerate(lengths):
@@ -187,7 +188,7 @@ def test_climbing_saves_keys_within_limits(lengths: list[int], mask: str, seed: 
 
 
 def test_climbing_exchanges_what_belongs_together() -> None:
-    """Two bins hold halves of two documents crosswise; an exchange leaves both whole and fetches nothing."""
+    """Each of two bins holds a half of both documents; an exchange makes both whole, and then nothing is fetched."""
     ruler, reads = field_of([512, 512], flexcp.causal())
     table = np.zeros((40, 5), np.int64)
     for i, (d, lo, hi, b) in enumerate([(0, 0, 256, 0), (0, 256, 512, 1), (1, 0, 256, 1), (1, 256, 512, 0)]):
@@ -199,7 +200,7 @@ def test_climbing_exchanges_what_belongs_together() -> None:
 
 
 def test_even_rows_follow_cuts() -> None:
-    """Three ranks, each shares a document with the next: rows pass through the middle one, with their work."""
+    """Each of three ranks shares a document with the next; rows and their work pass through the middle rank."""
     ruler, reads = field_of([1000, 1000], flexcp.window(50, 0))
     work = np.array([(0, 1, 0, 0, 700), (1, 1, 0, 700, 1000), (1, 1, 1, 0, 367), (2, 1, 1, 367, 1000)], np.int64)
     targets, limit = np.array([667, 667, 666]), np.full(3, 1 << 40)
@@ -213,7 +214,7 @@ def test_even_rows_follow_cuts() -> None:
 
 
 def lines_run(documents: int) -> int:
-    """Lines that counting the bytes of so many documents on two ranks takes, in the loop itself."""
+    """Return how many lines of ``received`` itself run to count the bytes of so many documents on two ranks."""
     from flexcp.batch import make_batch
 
     function = compiled_node.received.py_func  # type: ignore[attr-defined]
@@ -304,7 +305,7 @@ def asked(argument: str = "", nodes: int = 2, **more: Any) -> Request:
 @pytest.mark.parametrize(("attention", "tokens"), [(20, 10), (150, 3), (300, 100)])
 def test_settings_are_limits(team: int, attention: int, tokens: int) -> None:
     placement = blocks(asked(f"team={team}+attention={attention}+tokens={tokens}"))
-    # What a rank has over a limit is less than the rows of one grain.
+    # A rank exceeds a limit by less than the rows of one grain, the unit in which rows are packed.
     assert imbalance(placement.tokens) <= 1 + tokens / 1000 + 0.002
     assert imbalance(placement.work(0)) <= 1 + attention / 1000 + 0.01
     splits = {
@@ -352,7 +353,7 @@ def test_the_smallest_and_the_largest_setting_are_taken() -> None:
 
 
 def test_settings_are_searched_up_to_a_number_of_documents_and_ranks() -> None:
-    """With more of either, each setting would take too long."""
+    """With more documents or ranks, each setting would take too long."""
 
     def found(documents: int, nodes: int) -> dict[str, str]:
         batch = make_batch([1] * documents, flexcp.causal())

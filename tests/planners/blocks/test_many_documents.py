@@ -1,5 +1,5 @@
-"""Proves that planning many short documents takes work in proportion to their number,
-counted in pairs that a search tries.
+"""Proves that planning many short documents takes work in proportion to their number, counted as the steps of the
+search.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BINS = 8
 
 
 def short_documents(count: int) -> tuple[RowLoads, Ints]:
-    """The loads of so many short documents, and all of them as items."""
+    """Return the loads of ``count`` short documents, and all of them as items to pack."""
     lengths = np.random.default_rng(0).integers(1, 400, count)
     loads = make_row_loads(make_batch(lengths, flexcp.causal()), 64, 0, None)
     return loads, np.stack([np.arange(count), np.zeros(count, np.int64), lengths], axis=1)
 
 
 def limits_of(loads: RowLoads, load_percent: int) -> BinLimits:
-    """Limits at which every bin is over: so much of the mean load, and not all of the rows."""
+    """Return limits that every bin exceeds: ``load_percent`` of the mean load, and 99 % of the mean rows."""
     load = np.full(BINS, loads.total * load_percent // 100 // BINS)
     return BinLimits(load, np.full(BINS, loads.batch.tokens * 99 // 100 // BINS), load)
 
@@ -55,7 +55,7 @@ def test_twice_the_documents_take_at_most_twice_the_steps(steps_of: Callable[[in
 def level_rows_one_by_one(
     ranges: list[tuple[int, int, int]], room: list[int], nodes: list[int]
 ) -> set[tuple[int, int, int]]:
-    """The same, looked up anew for every range that moves."""
+    """Compute what :func:`level_rows` does, with a new search for every range that moves."""
     kept = set(ranges)
     while min(room) < 0:
         donor = room.index(min(room))

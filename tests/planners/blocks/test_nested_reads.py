@@ -1,4 +1,6 @@
-"""Keys that rows of a tree fetch: found by going up the tree, as many as by looking at every slice."""
+"""Proves that the keys which rows of a token tree fetch are the same whether they are found by walking up the tree or
+by looking at every slice.
+"""
 
 from __future__ import annotations
 

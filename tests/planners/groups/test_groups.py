@@ -1,7 +1,7 @@
-"""Proves flexible groups: degrees of any size, whole short documents, teams, nodes, settings, and the token cap.
+"""Proves the ``groups`` planner: groups of any size, short documents kept whole, teams (ranks that split heads), nodes,
+settings, and the cap on tokens.
 
-Loops that deal are proved by what they must keep; what plans promise about compute is checked against the placement's
-rows.
+The dealing loops are tested by the invariants they must keep; promises about compute are checked against the placement.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from flexcp.shape import Kind, Shape
 Ints = NDArray[np.int64]
 SHAPE = Shape(8, 2, 64, 64)
 ATTENTION_ONLY = CostModel(row_tile_pairs=0, model=Model("none", 1, 1, 1))
-"""Tokens cost next to nothing, so that a document's load is its area."""
+"""A cost model in which tokens cost next to nothing, so that a document's load is its area."""
 MASKS = [
     causal(),
     full(),
@@ -90,7 +90,7 @@ def planned(request: Request) -> Plan:
 
 
 def keepers(placement: Placement) -> list[set[int]]:
-    """The ranks that keep tokens of each document."""
+    """Return the ranks that keep tokens of each document."""
     found: list[set[int]] = [set() for _ in range(placement.batch.documents)]
     runs = placement.runs
     index, document, _, _ = placement.batch.split_by_document(runs.start, runs.stop)
@@ -107,7 +107,7 @@ def degrees(placement: Placement) -> list[int]:
 
 
 def table_of(tokens: list[int], attention: list[int], linear: int = 3) -> Ints:
-    """Whole documents as items."""
+    """Return whole documents as items to deal."""
     items = np.zeros((len(tokens), COLUMNS), np.int64)
     items[:, DOC], items[:, HI], items[:, ATTENTION] = np.arange(len(tokens)), tokens, attention
     items[:, LOAD] = items[:, ATTENTION] + linear * items[:, HI]
@@ -145,7 +145,7 @@ def test_the_least_limit_is_the_one_brute_force_finds(loads: list[int], bins: in
     items = table_of([1] * len(loads), loads, linear=0)
     total = sum(loads)
     found = least_limit(items, 1, total + 1, bins)
-    # What is within the limit needs no bin of its own.
+    # Loads within the limit need no bin of their own.
     needs = [sum(-(-load // limit) for load in loads if load > limit) for limit in range(1, total + 2)]
     assert found == 1 + next(i for i, need in enumerate(needs) if need <= bins)
     assert needed_bins(items, found) <= bins
@@ -187,7 +187,7 @@ def test_degrees_are_any_integers() -> None:
 
 
 def test_few_documents_share_more_ranks() -> None:
-    """Three equal documents on four ranks: none is left idle, though no degree of one document alone could do that."""
+    """Three equal documents on four ranks: no rank is idle, which a group for each document alone could not achieve."""
     request = asked([30_000] * 3, cluster("h100", 1, 4), cost=ATTENTION_ONLY, shape=Shape(64, 8, 128, 128))
     work = planned(request).work()
     assert work.max() * 4 <= work.sum() * 103 // 100
@@ -245,7 +245,7 @@ def test_load_is_level_where_links_cost_nothing(name: str) -> None:
     request = asked(draw_lengths(name, 8 * 8192, 0), fast, cost=CostModel(row_tile_pairs=0, message_ns=0))
     placement = groups(request)
     load = placement.work(0) // SHAPE.heads + request.cost.pairs_per_token(SHAPE) * placement.tokens
-    assert load.max() * 8 <= load.sum() * 1.08  # copies of what is split still cost something
+    assert load.max() * 8 <= load.sum() * 1.08  # copies of split documents still cost something
 
 
 def test_slow_links_cut_nothing() -> None:
@@ -272,7 +272,7 @@ def test_short_documents_stay_whole_beside_a_long_one() -> None:
 
 
 def test_documents_that_fit_a_node_stay_in_it() -> None:
-    """Four nodes of eight; documents that share a node five to three."""
+    """Four nodes of eight ranks; pairs of documents that share a node, one on five ranks and the other on three."""
     lengths = [30_000, 23_238] * 4
     plan = planned(asked(lengths, cluster("h100", 4, 8), cost=ATTENTION_ONLY, shape=Shape(64, 8, 128, 128)))
     assert plan.inter_node_bytes() == 0 and plan.inter_node_bytes(backward=True) == 0
@@ -283,7 +283,7 @@ def test_documents_that_fit_a_node_stay_in_it() -> None:
 
 
 def test_a_long_document_crosses_the_fewest_nodes() -> None:
-    """Two nodes are enough for the long one, so the other two have no traffic across."""
+    """Two nodes are enough for the long document, so the other two nodes receive nothing from outside."""
     lengths = [60_000, *[20_000] * 15]  # areas of 9 and 1, 6 to a node
     plan = planned(asked(lengths, cluster("h100", 4, 4), cost=ATTENTION_ONLY, shape=Shape(64, 8, 128, 128)))
     moved = plan.bytes()
@@ -334,7 +334,7 @@ def test_one_document_is_level_under_every_mask(mask: MaskLike) -> None:
 
 
 def test_windows_cut_freely_where_full_masks_would_wait() -> None:
-    """What moves under a window is the window, so a slow link does not forbid cutting."""
+    """Under a window only the window's keys move, so a slow link does not forbid cutting."""
     where = Cluster("slow", 1, 4, gflops=989_000, intra_mbps=5_000, inter_mbps=5_000, latency_ns=1_000)
     assert degrees(groups(asked([60_000], where, window(255, 0)))) == [4]
     few = planned(asked([60_000], where, window(255, 0))).bytes().sum()
@@ -350,7 +350,7 @@ def test_equal_tokens_pads_little() -> None:
 
 
 def test_pads_of_equal_tokens_cost_no_more_than_an_excess_of_load_that_is_accepted() -> None:
-    """Dealt by load alone, three ranks would have 20,000 tokens of short documents each beside a long one, and pads."""
+    """Dealing by load alone would give ranks very different numbers of tokens, and so many pads."""
     request = asked([20_000, *[200] * 300], cluster("h100", 1, 4), equal_tokens=True, argument="team=1")
     placement, priced = groups(request), price_documents(request, [1])
     assert placement.pads > 0, "a test of nothing"
@@ -443,7 +443,7 @@ def test_refusals(more: dict[str, Any], message: str) -> None:
 
 
 def test_the_note_counts_documents_that_a_cap_cut() -> None:
-    """Rows that move to keep ``max_tokens_per_rank`` are in it."""
+    """Documents that are cut only to keep ``max_tokens_per_rank`` are counted too."""
     lengths = [
         867,
         2250,
@@ -500,7 +500,11 @@ def test_teams_are_one_rank_those_with_keys_of_their_own_and_the_largest() -> No
 
 
 def test_neighbouring_pieces_of_a_document_on_the_same_ranks_are_one() -> None:
-    """Pieces (first rank, ranks, document, from, to); the third to sixth each differ in one thing from the last."""
+    """Pieces are (first rank, ranks, document, from, to).
+
+    From the third to the sixth, each piece differs in one way from the piece before, so that only the others are
+    joined.
+    """
     pieces = [(0, 1, 0, 0, 10), (0, 1, 0, 10, 20), (0, 1, 0, 25, 30), (1, 1, 0, 30, 40), (1, 2, 0, 40, 50)]
     pieces += [(1, 2, 1, 50, 60), (1, 2, 1, 60, 70)]
     found = _joined(Pieces(*np.array(pieces).T)).matrix().T.tolist()
@@ -521,7 +525,7 @@ def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
 
 
 def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> None:
-    """Documents of equal load, as many as ranks / FEW_RANKS, are the fewest for which one rank is tried."""
+    """With documents of equal load, one rank is tried from ranks / FEW_RANKS documents on."""
     for documents, alone in ((16 // FEW_RANKS, True), (16 // FEW_RANKS - 1, False)):
         request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
         assert (len(searched_settings(request)) == 2) == alone
@@ -530,7 +534,7 @@ def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> N
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 40))
 def test_ranks_of_a_team_fill_up_from_the_emptiest(held: list[int], tokens: int) -> None:
-    """As if each token went to a rank that then has the fewest."""
+    """The result is the same as giving each token to the rank that then has the fewest."""
     by_hand = list(held)
     for _ in range(tokens):
         by_hand[by_hand.index(min(by_hand))] += 1
@@ -539,7 +543,7 @@ def test_ranks_of_a_team_fill_up_from_the_emptiest(held: list[int], tokens: int)
 
 
 def test_pieces_in_zigzag_pair_rows_from_the_front_with_rows_from_the_back() -> None:
-    """Nine rows in two pieces of five and four, and one document of two rows in pieces of one row."""
+    """A document of nine rows in pieces of five and four rows, and one of two rows in pieces of one row."""
     table = np.array([(0, 1, 0, 0, 5), (1, 1, 0, 5, 9), (0, 1, 1, 0, 1), (1, 1, 1, 1, 2)])
     first, last = _zigzag(make_batch([9, 2], causal()), Pieces(*table.T))
     ranges = list(zip(first.tolist(), last.tolist(), strict=True))

@@ -23,7 +23,7 @@ from flexcp.shape import Shape
 
 
 def request_for(lengths: list[int], mask: Any = None, nodes: int = 1, ranks: int = 4, **others: Any) -> Request:
-    """A request with a small attention layer unless told."""
+    """Return a request, with a small attention layer unless a shape is given."""
     batch = make_batch(lengths, **(mask if isinstance(mask, dict) else {"mask": mask or causal()}))
     layout = others.pop("layout", "free")
     machine = cluster("h100", nodes, ranks, others.pop("speeds", None))
@@ -42,7 +42,7 @@ def planned(request: Request, placement: Placement) -> Plan:
 
 
 def start_of(request: Request) -> Placement:
-    """What ``blocks`` does under the tolerances that ``hypergraph`` assumes."""
+    """Return the placement of ``blocks`` under the tolerances that ``hypergraph`` assumes."""
     tolerances = {
         name: DEFAULT_TOLERANCE if getattr(request, name) is None else getattr(request, name)
         for name in ("compute_tolerance", "token_tolerance")
@@ -51,12 +51,12 @@ def start_of(request: Request) -> Placement:
 
 
 def forward_bytes(plan: Plan) -> int:
-    """Of all layers."""
+    """Return the forward bytes of all layers."""
     return sum(mask.layers * int(plan.bytes(mask=i).sum()) for i, mask in enumerate(plan.batch.masks))
 
 
 def shuffled(request: Request, seed: int) -> Search:
-    """The hypergraph of a request with some blocks and tiles on random ranks, and the bundles' search over it."""
+    """Return a search over the request's hypergraph in which some blocks and tiles are on random ranks."""
     first = _candidate(request, start_of(request), 40)
     partition, random = first.partition, np.random.default_rng(seed)
     for column in (partition.owner, partition.worker):

@@ -1,5 +1,5 @@
-"""Proves ``hypergraph``: its answer keeps both balances and never moves more bytes than ``blocks``,
-and it refuses what it cannot do.
+"""Proves ``hypergraph``: its plans keep both balances (work and tokens) and never move more bytes than those of
+``blocks``, and it refuses requests that it cannot plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytest.importorskip("mtkahypar")
 LONGTAIL = [5787, 4139, 11299, 5632, 2449, 7864, 26774, 16834, 1968, 948, 2185]
 LONGTAIL += [5186, 239, 3698, 972, 1897, 2422, 3257, 8392, 19058, 72]
 SINGLE = [131_072]
-"""The two batches of the yardstick, DCP's own planner's."""
+"""LONGTAIL and SINGLE are the two batches on which bytes are compared with the DCP paper's planner."""
 
 MASKS = [
     causal(),
@@ -45,12 +45,12 @@ MASKS = [
 
 
 def work(plan: Plan) -> Any:
-    """Of each rank in all layers, relative to its share by speed."""
+    """Return the work of each rank in all layers, relative to the rank's share by speed."""
     total = sum(mask.layers * plan.work(i) for i, mask in enumerate(plan.batch.masks))
     return total / np.array(plan.cluster.rank_speeds) * sum(plan.cluster.rank_speeds)
 
 
-# --- the answer -------------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_yardstick_keeps_both_balances_and_moves_no_more_than_blocks(
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """Small batches, any mask, machine, tolerance and wish about tokens."""
+    """Draw small batches with any mask, machine, tolerance and constraint on tokens."""
     lengths = draw(st.lists(st.integers(1, 250), min_size=1, max_size=8))
     one = st.sampled_from(MASKS)
     mask: Any = draw(st.one_of(one, st.lists(one, min_size=len(lengths), max_size=len(lengths))))
@@ -194,7 +194,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("strategy", ["hypergraph:16", "dcp:16"])
 def test_blocks_too_small_for_memory_are_refused_with_the_size_that_fits(strategy: str) -> None:
-    """A million tokens in blocks of 16 make thousands of millions of tiles, hundreds of GiB."""
+    """A million tokens in blocks of 16 would make billions of tiles, hundreds of GiB."""
 
     def planner(strategy: str) -> Planner:
         return Planner(8, 8, 8, cluster=cluster("gb200", 1, 8), strategy=strategy)

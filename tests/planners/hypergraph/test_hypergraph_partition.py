@@ -1,5 +1,5 @@
-"""Proves the hypergraph and its partitions: nets weigh exactly what the plan moves,
-and a placement survives the way there and back.
+"""Proves the hypergraph and its partitions: nets weigh exactly the bytes that the plan moves, and a placement that is
+converted to a partition and back is unchanged.
 """
 
 from __future__ import annotations

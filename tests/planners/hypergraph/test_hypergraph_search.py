@@ -1,5 +1,5 @@
-"""Proves the search over partitions: moves are judged exactly, repair brings ranks back within limits,
-climbing only saves.
+"""Proves the search over partitions: the change in bytes of a move is computed exactly, repair brings ranks back within
+their limits, and climbing (moves that save bytes) never moves more bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_moves_are_judged_exactly(request_: Request, seed: int) -> None:
 
 def test_repair_brings_ranks_back_within_limits() -> None:
     search = shuffled(CASES[0][0], 5)
-    most_load, most_tokens = int(search.mean_load * 1.12), int(search.mean_tokens * 1.12)  # what bundles can do
+    most_load, most_tokens = int(search.mean_load * 1.12), int(search.mean_tokens * 1.12)  # reachable by moves
     ranks = search.partition.tiling.ranks
     search.limits = replace(search.limits, loads=np.full(ranks, most_load), tokens=np.full(ranks, most_tokens))
     assert search.partition.loads.max() > most_load
