@@ -1,5 +1,5 @@
-"""Proves how stages' execution is chosen: the fastest margin, posting early where it pays,
-rounds where ports lose by crowds.
+"""Proves how the execution of stages is chosen: the fastest number of multiprocessors left free, posting early where
+that is faster, and rounds where many messages at once slow a port down.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def ints(*rows: list[int]) -> np.ndarray:
 
 
 def keys(*stages: tuple[int, int], stages_of: int) -> Program:
-    """Rank 0 sends rank 1 so many microseconds' worth of keys in each (stage, microseconds)."""
-    size = 1000 * 1000 // 1000  # bytes of a microsecond at 1,000 MB/s
+    """Return a program in which rank 0 sends keys to rank 1 for so many microseconds in each (stage, microseconds)."""
+    size = 1000 * 1000 // 1000  # bytes in a microsecond at 1,000 MB/s
     each = {"source": 0, "target": 1, "kind": int(Kind.KV), "owner": 0, "start": 0, "h0": 0, "h1": 2, "partial": 0}
     t = Transfers.join([Transfers.make(1, stage=s, stop=us * size // KEY_BYTES, **each) for s, us in stages])
     return Program(t, 0, stages_of, execution=one_call_ahead(stages_of))
 
 
 def by_steps(work: int, beside: int, row: Contention, backward: bool) -> float:
-    """Both together, nanosecond by nanosecond in fractions: a transfer that begins beside work stays as slow."""
+    """Return the time of work beside a transfer, in exact fractions; a transfer that begins beside work stays slow."""
     if not beside or not work:
         return beside or work
     slow, alone = row.compute(backward)
@@ -73,7 +73,7 @@ def test_the_margin_is_the_one_under_which_the_slowest_rank_is_done_first() -> N
                 for row in H200_CONTENTION
             }
             assert times[how.margin[slot]] == min(times.values())
-        assert how.margin[0] < how.margin[2] == 16 and how.margin[3:].tolist() == [0, 0]  # nothing beside, nothing free
+        assert how.margin[0] < how.margin[2] == 16 and how.margin[3:].tolist() == [0, 0]  # no transfers, no margin
         assert how.ahead.tolist() == [1] * 5 and not how.rounds_per_call.any()
     assert not with_execution(
         program, work, SHAPE, MACHINE, replace(COST, contention=NO_CONTENTION), False
@@ -81,7 +81,7 @@ def test_the_margin_is_the_one_under_which_the_slowest_rank_is_done_first() -> N
 
 
 def test_transfers_that_only_cross_nodes_are_left_fewer_multiprocessors() -> None:
-    """The same message between the same ranks, once inside a node and once between two."""
+    """The same message is sent between the same ranks, once inside a node and once between two nodes."""
     program = keys((2, 300), stages_of=4)
     work = ints([1000_000] * 4, [1000_000] * 4)
     apart = replace(MACHINE, nodes=2, ranks_per_node=1, inter_mbps=MACHINE.intra_mbps)
@@ -100,7 +100,7 @@ def test_only_ranks_whose_transfers_are_under_way_leave_something_free() -> None
     for ahead, slots in ((1, [1]), (2, [0, 1]), (0, [])):
         how = Execution.make(4, rounds_per_call=0, ahead=ahead, margin=8)
         found = margins(replace(program, execution=how), 3)
-        assert found[2].tolist() == [0] * 4  # a third rank, which has none
+        assert found[2].tolist() == [0] * 4  # a third rank has no transfers
         assert [np.flatnonzero(row).tolist() for row in found[:2]] == [slots] * 2 and found.max(initial=0) in (0, 8)
 
 
@@ -113,7 +113,7 @@ def test_a_stage_is_posted_two_ahead_where_the_slot_before_has_time_to_spare() -
     for work, most, moving in (
         (none, 2, program),
         (spare, 1, program),
-        (spare, 2, replace(program, transfers=replace(program.transfers, owner=np.array([0, 1])))),  # forwarded
+        (spare, 2, replace(program, transfers=replace(program.transfers, owner=np.array([0, 1])))),  # forwarded keys
         (
             spare,
             2,
@@ -129,7 +129,7 @@ def test_rounds_are_taken_where_crowds_cost_more_than_calls() -> None:
     crowded = flexcp.Planner(
         8, 8, 64, cluster=flexcp.cluster("h100", 1, 8), strategy="allgather", cost=CostModel(crowding=50)
     )([65536])
-    assert 0 < crowded.programs[0][0].execution.rounds_per_call[1] < 7  # of the seven rounds there are
+    assert 0 < crowded.programs[0][0].execution.rounds_per_call[1] < 7  # of seven rounds
     slow_calls = replace(flexcp.cluster("h100", 1, 8), latency_ns=10**7)
     few = flexcp.Planner(8, 8, 64, cluster=slow_calls, strategy="allgather", cost=CostModel(crowding=50))([65536])
     assert not few.programs[0][0].execution.rounds_per_call.any()

@@ -1,5 +1,5 @@
-"""Proves stages that are inside nodes first: what travels when, that they are taken where events agree,
-and what they are counted by.
+"""Proves ``inside_first`` stages, which move keys inside nodes before keys between nodes: what travels in which stage,
+that they are used where simulation agrees, and how their work is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS_PER_NODE = 4
 
 
 def placed(name: str, shape: Shape = Shape(32, 8, 128, 128)) -> tuple[Request, Placement]:  # noqa: B008 - immutable
-    """A document over all nodes, in teams that split heads."""
+    """Place documents, the longest of them over all nodes, in teams that split heads."""
     lengths = [65_536, *draw_lengths("web", 65_536, 0)] if name == "half" else draw_lengths(name, 131_072, 0)
     batch = make_batch(lengths, flexcp.causal())
     request = attention_only(Request(batch, shape, cluster("a100", 4, RANKS_PER_NODE), CostModel()))
@@ -83,7 +83,8 @@ def test_work_on_keys_of_the_node_is_counted_pair_by_pair() -> None:
     needs = analyse(placement, request.shape, request.cluster, request.cost)[0].needs
     counted = node_work(needs, placement, regions, cuts, pairs, request.cluster, request.cost)
     assert counted is not None
-    # Of a document whose rows are all of a rank's team, keys before a row are of the node or not: by hand, row by row.
+    # Count row by row, by hand, which of the keys before each row are kept by other ranks of the node and which by
+    # other nodes.
     keeper = np.empty(request.batch.tokens, np.int64)
     for rank, start, stop in zip(placement.runs.rank, placement.runs.start, placement.runs.stop, strict=True):
         keeper[start:stop] = rank
@@ -97,7 +98,7 @@ def test_work_on_keys_of_the_node_is_counted_pair_by_pair() -> None:
         of_node = np.cumsum((owner // RANKS_PER_NODE == rank // RANKS_PER_NODE) & (owner != rank))
         near[rank] += of_node[q0:q1].sum() * (h1 - h0)
         far[rank] += (not_mine - of_node)[q0:q1].sum() * (h1 - h0)
-    # Rows of others are worked on with keys at home as well: those are in neither.
+    # Work of other ranks' rows on local keys is in neither count.
     assert np.array_equal(counted.near, np.where(far > 0, near * PARTS // np.maximum(near + far, 1), PARTS))
 
 

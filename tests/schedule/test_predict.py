@@ -1,7 +1,8 @@
-"""Proves predictions: their bytes are the plan's, their work is the mask's, and their times follow the stated formulas.
+"""Proves the closed-form predictions of time: their bytes are the plan's, their work is the mask's, and their times
+follow the documented formulas.
 
-The judge of times is :func:`by_hand`, which counts pairs in dense masks and bytes in the plan's own transfers, and
-shares nothing with :mod:`flexcp.schedule.predict` but the cost model.
+Times are compared with :func:`by_hand`, which counts pairs in dense masks and bytes in the plan's own transfers, and
+shares nothing with :mod:`flexcp.schedule.predict` except the cost model.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ batches = st.builds(
 
 
 def arguments(name: str, ranks: int) -> list[str]:
-    """Degrees that a strategy takes on so many ranks with the heads of SHAPE."""
+    """Return the degrees that a strategy accepts on so many ranks with the heads of SHAPE."""
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     if name in ("ring", "zigzag", "allgather"):
         return ["", *map(str, divisors)]
@@ -86,7 +87,9 @@ def machines(draw: st.DrawFn) -> Cluster:
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[Placement, Shape, Cluster]:
-    """A placement of any strategy, with layouts and pads; or one of any rectangles of work on any ranks."""
+    """Draw a placement of any strategy, with layouts and pads, or one of arbitrary rectangles of work on arbitrary
+    ranks.
+    """
     machine, batch = draw(machines()), draw(batches)
     shape = replace(SHAPE, dtype=draw(st.sampled_from(["bfloat16", "float64"])))
     name = draw(st.sampled_from([*PLACES, "any"]))
@@ -109,8 +112,8 @@ def placements(draw: st.DrawFn) -> tuple[Placement, Shape, Cluster]:
 
 @st.composite
 def rectangles(draw: st.DrawFn, ranks: int) -> Placement:
-    """One document cut into a grid of rows, keys and heads, dealt over the ranks at random;
-    tokens dealt apart from that.
+    """Draw one document cut into a grid of rows, keys and heads whose cells are on random ranks; tokens are dealt
+    separately.
     """
     n, named = draw(st.integers(2, 60)), draw(layers)
     batch = make_batch([n], masks=named)
@@ -158,7 +161,9 @@ def test_bytes_are_those_of_the_plan(case: tuple[Placement, Shape, Cluster]) -> 
 
 
 def pairs_by_hand(placement: Placement, mask: int, position: list[int]) -> tuple[Ints, Ints]:
-    """Pairs x heads of each rank: those whose row and key are kept at its position, and the others."""
+    """Return pairs x heads of each rank, separately for pairs whose row and key are both kept at its position, and
+    others.
+    """
     keeper = np.full(placement.stream, -1)
     for rank, start, stop in zip(placement.runs.rank, placement.runs.start, placement.runs.stop, strict=True):
         keeper[start:stop] = position[rank]
@@ -176,7 +181,7 @@ def pairs_by_hand(placement: Placement, mask: int, position: list[int]) -> tuple
 
 
 def exchange_by_hand(plan: Plan, transfers: Any, cost: CostModel) -> Ints:
-    """Time of one grouped exchange, from its transfers."""
+    """Return each rank's time for one grouped exchange, from its transfers."""
     machine, ranks = plan.cluster, plan.ranks
     moved = np.zeros((ranks, ranks), np.int64)
     np.add.at(moved, (transfers.source, transfers.target), transfers.bytes(plan.shape))
@@ -199,7 +204,7 @@ def exchange_by_hand(plan: Plan, transfers: Any, cost: CostModel) -> Ints:
 
 
 def by_hand(plan: Plan, cost: CostModel) -> Ints:
-    """Time of each rank, stage by stage."""
+    """Return the time of each rank, computed stage by stage."""
     placement, total = plan.placement, np.zeros(plan.ranks, np.int64)
     rings = placement.traffic.groups if placement.traffic.kind == "ring" else ()
     row_of = {rank: row for grid in rings for row in grid for rank in row}
@@ -241,7 +246,7 @@ def by_hand(plan: Plan, cost: CostModel) -> Ints:
                     works = [(int(first[r]), int(then[r]), [int(x[r]) for x in times]) for r in range(plan.ranks)]
                     peers = set(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
                     layer = staged(works, reads, peers, plan, cost)
-            # Nobody goes on before the results that others computed for it are home.
+            # No rank goes on before it has the results that others computed for it.
             results = transfers.take(output & (transfers.source != transfers.target))
             waits = layer.copy()
             np.maximum.at(waits, results.target, layer[results.source])
@@ -251,7 +256,10 @@ def by_hand(plan: Plan, cost: CostModel) -> Ints:
 
 
 def slots_by_hand(work: tuple[int, int, list[int]], count: int, plan: Plan, cost: CostModel) -> list[tuple[int, int]]:
-    """(work, what travels beside it) of one rank, slot by slot; times of inputs, relays, gradients, theirs, outputs."""
+    """Return (work, time of what travels beside it) of one rank, slot by slot.
+
+    ``work`` ends with the times of inputs, relays, gradients, gradients of relayed keys, and outputs.
+    """
     own, rest, times = work
     start = plan.cluster.latency_ns if count > 1 else 0
     into, again, back, returned = (math.ceil(Fraction(x, count)) + (start if x else 0) for x in times[:4])
@@ -260,7 +268,7 @@ def slots_by_hand(work: tuple[int, int, list[int]], count: int, plan: Plan, cost
     held = 1000 * end // max(1, into + again + end)
     waits = own * held // 1000
     travelling = [[into + again], *([into] for _ in range(count - 1)), [0], [end]]
-    for slot in range(2, count + 1):  # gradients of the stage before the last one leave under this slot's work
+    for slot in range(2, count + 1):  # the previous stage's gradients leave during this slot
         travelling[slot].append(back)
     computing = [own - waits, *[part] * count, waits]
     return [(work, max(moving)) for work, moving in zip(computing, travelling, strict=True)]
@@ -269,8 +277,9 @@ def slots_by_hand(work: tuple[int, int, list[int]], count: int, plan: Plan, cost
 def staged(
     works: list[tuple[int, int, list[int]]], reads: set[int], peers: set[tuple[int, int]], plan: Plan, cost: CostModel
 ) -> Ints:
-    """Time of each rank: the number of stages that is best for it alone,
-    capped for all where fewer are faster by 6 % together.
+    """Return the time of each rank with the number of stages that is best for it alone.
+
+    The number is capped for all ranks where fewer stages make all of them together faster by 6 %.
     """
     counts = []
     for rank, work in enumerate(works):
@@ -296,7 +305,7 @@ def staged(
 
 
 def turned(plan: Plan, hops: Any, rank: int, first: Ints, then: Ints, rest: Ints, cost: CostModel) -> int:
-    """Time of one rank while its ring turns: in every stage the slowest link of its group against its own work."""
+    """Return the time of one rank in a ring: in every stage the slower of its group's slowest link and its own work."""
     grid = next(g for g in plan.placement.traffic.groups if any(rank in row for row in g))
     count = len(grid) - 1
     if count == 0:
@@ -306,7 +315,7 @@ def turned(plan: Plan, hops: Any, rank: int, first: Ints, then: Ints, rest: Ints
     work = [int(first[rank]), *[each] * count]
     backward = bool(np.isin(hops.kind, Kind.DKV).any())
     total = 0
-    for stage in range(1, count + 3):  # while slot stage - 1 computes
+    for stage in range(1, count + 3):  # during slot stage - 1
         kinds = [Kind.KV] * (stage <= count) + [Kind.DKV] * (backward and stage >= 3)
         travelling = hop_ns(plan, hops, grid, kinds, cost) if kinds else 0
         total += max(work[stage - 1] if stage <= count + 1 else 0, travelling)
@@ -314,7 +323,7 @@ def turned(plan: Plan, hops: Any, rank: int, first: Ints, then: Ints, rest: Ints
 
 
 def hop_ns(plan: Plan, hops: Any, grid: tuple[tuple[int, ...], ...], kinds: list[Kind], cost: CostModel) -> int:
-    """Time of the slowest link of a ring for one hop of these kinds."""
+    """Return the time of the slowest link of a ring for one hop of these kinds."""
     found = [0]
     for source, target in {(a, b) for c, row in enumerate(grid) for a, b in zip(grid[c - 1], row, strict=True)}:
         mine = (hops.source == source) & (hops.target == target) & np.isin(hops.kind, kinds)
@@ -326,14 +335,15 @@ def hop_ns(plan: Plan, hops: Any, grid: tuple[tuple[int, ...], ...], kinds: list
 
 
 def turned_unevenly(plan: Plan, mask: int, backward: bool, hops: Any, position: list[int], cost: CostModel) -> Ints:
-    """Time of each rank while its ring turns: slots begin when the work before them is done and the rank
-    before has sent their keys.
+    """Return the time of each rank in a ring whose work differs between hops.
+
+    A slot begins when the work before it is done and the previous rank has sent the slot's keys.
     """
     placement, batch = plan.placement, plan.batch
     keeper = np.full(placement.stream, -1)
     for rank, start, stop in zip(placement.runs.rank, placement.runs.start, placement.runs.stop, strict=True):
         keeper[start:stop] = position[rank]
-    pairs: dict[tuple[int, int], int] = {}  # by rank and where the keys are kept
+    pairs: dict[tuple[int, int], int] = {}  # by rank and by the position that keeps the keys
     rules = batch.masks[mask].rules
     for rank, document, q0, q1, k0, k1, h0, h1 in placement.regions[mask].matrix().T:
         seen = rules[document if len(rules) > 1 else 0].dense(int(batch.lengths[document]))[q0:q1, k0:k1]
@@ -384,7 +394,7 @@ def test_very_large_rings_are_spread_as_under_a_causal_mask(monkeypatch: pytest.
     placement = static.ring(request)
     rings = rings_of(placement)
     found = hop_work(placement, batch.masks[0], placement.regions[0], rings, COST)
-    assert found is not None and len(set(found[3, 1:].tolist())) > 1  # a window's work comes in the first hops
+    assert found is not None and len(set(found[3, 1:].tolist())) > 1  # a window's work is in the first hops
     counted = predict(placement, SHAPE, request.cluster, COST).total_ns
     monkeypatch.setattr(ring_counts, "MOST_HOP_PARTS", 3)
     assert hop_work(placement, batch.masks[0], placement.regions[0], rings, COST) is None
@@ -426,7 +436,7 @@ SIMPLE = Cluster("simple", 1, 2, gflops=1, intra_mbps=1000, inter_mbps=1000, lat
 ONE_HEAD = Shape(1, 1, 1, 1, "float32")
 PLAIN = CostModel(
     "plain",
-    forward_efficiency=2000,  # float32 has half the peak: one FLOP a nanosecond
+    forward_efficiency=2000,  # float32 runs at half the peak, so one FLOP a nanosecond
     backward_efficiency=2000,
     linear_efficiency=2000,
     link_efficiency=1000,
@@ -444,7 +454,7 @@ def request(lengths: list[int], mask: Any, machine: Cluster = SIMPLE, argument: 
 def test_data_parallel_is_attention_and_linear_of_the_fuller_rank() -> None:
     placement = static.dp(request([10, 6], causal()))
     found = predict(placement, ONE_HEAD, SIMPLE, PLAIN)
-    # 55 and 21 pairs of 4 FLOPs forward and 10 backward; 2 * (4 + 3) FLOPs a token, three times.
+    # 55 and 21 pairs with 4 FLOPs forward and 10 backward; 2 * (4 + 3) FLOPs a token, times three for both passes.
     assert found.attention_ns.tolist() == [55 * 14, 21 * 14]
     assert found.linear_ns.tolist() == [10 * 42, 6 * 42]
     assert found.exposed_ns.tolist() == [0, 0]
@@ -456,7 +466,7 @@ def test_data_parallel_is_attention_and_linear_of_the_fuller_rank() -> None:
 def test_fixed_prices_come_on_top() -> None:
     cost = replace(PLAIN, row_tile_pairs=1000, kernel_ns=5)
     found = predict(static.dp(request([10, 6, 129], full())), ONE_HEAD, SIMPLE, cost)
-    # The long document needs two row tiles, each short one its own.
+    # The long document needs two row tiles, each short one a tile of its own.
     assert found.attention_ns.tolist() == [(129 * 129 + 2000) * 14 + 10, (100 + 36 + 2000) * 14 + 10]
 
 
@@ -471,8 +481,8 @@ def test_layers_and_pads_count() -> None:
 def test_a_ring_hides_each_hop_behind_work() -> None:
     machine = replace(SIMPLE, ranks_per_node=4)
     found = predict(static.ring(request([8], full(), machine)), ONE_HEAD, machine, PLAIN)
-    # Two tokens a rank; four steps of 4 pairs: 16 ns forward, 40 ns backward. A hop is 100 ns and 2 tokens x 8 bytes
-    # (float32 k and v) of keys, as much again of gradients: at one byte a nanosecond always longer than the work.
+    # Two tokens a rank; four steps of 4 pairs: 16 ns forward, 40 ns backward. A hop takes 100 ns plus 2 tokens x 8
+    # bytes (float32 k and v) of keys, and as much for gradients: at one byte a nanosecond always longer than the work.
     forward = 3 * 116 + 16
     backward = 116 + 116 + 132 + 116 + 116
     assert found.attention_ns.tolist() == [4 * 16 + 4 * 40] * 4
@@ -497,11 +507,12 @@ def test_work_on_own_keys_hides_what_arrives() -> None:
     placement = Placement(batch, 2, 0, Runs(*np.array([(0, 0, 2), (1, 2, 4)]).T), (regions,))
     slow = replace(SIMPLE, gflops=1, latency_ns=3)
     found = predict(placement, ONE_HEAD, slow, PLAIN)
-    # Each rank fetches 2 tokens x 8 bytes in 3 + 16 ns behind 4 pairs of own work: 16 ns forward, 40 backward.
-    # Backward sends 2 tokens x 8 bytes of partial gradients home in 19 ns: half of the own work waits to hide them.
+    # Each rank fetches 2 tokens x 8 bytes in 3 + 16 ns, hidden behind 4 pairs of own work: 16 ns forward, 40 backward.
+    # Backward returns 2 tokens x 8 bytes of partial gradients in 19 ns: half of the own work is held back to hide them.
     assert found.exposed_ns.tolist() == [19 - 16] * 2
     slower = predict(placement, ONE_HEAD, replace(slow, latency_ns=9), PLAIN)
-    # In one stage backward would take 25 + 40 + 25; in two, each half travels 13 + 9 ns beside 20 of work, four times.
+    # In one stage backward would take 25 + 40 + 25 ns; in two, each half travels 13 + 9 ns beside 20 ns of work, four
+    # times.
     assert slower.exposed_ns.tolist() == [(25 - 16) + (4 * 22 - 80)] * 2
     fast = predict(replace(placement, assemble_own=True), ONE_HEAD, slow, PLAIN)
     assert fast.exposed_ns.tolist() == [19 + 19 + 19] * 2
@@ -509,7 +520,7 @@ def test_work_on_own_keys_hides_what_arrives() -> None:
 
 def test_a_hot_sender_holds_up_those_who_wait_for_it() -> None:
     batch = make_batch([30], full())
-    machine = replace(SIMPLE, ranks_per_node=4, gflops=1_000_000)  # no work that could hide anything
+    machine = replace(SIMPLE, ranks_per_node=4, gflops=1_000_000)  # no work that could hide transfers
     # Rank 0 keeps all tokens; ranks 1, 2 and 3 compute ten rows each and need all keys.
     regions = Regions(*np.array([(r, 0, 10 * r - 10, 10 * r, 0, 30, 0, 1) for r in (1, 2, 3)]).T)
     placement = Placement(batch, 4, 0, Runs(*np.array([(0, 0, 30)]).T), (regions,))
@@ -518,8 +529,8 @@ def test_a_hot_sender_holds_up_those_who_wait_for_it() -> None:
     home = 3 * 10 * (4 + 4)  # o with its LSE
     again = 3 * (10 * (4 + 12) + 30 * 8)  # q, do with LSE and delta, kv
     grads = 3 * (10 * 4 + 30 * 8)  # dq, and dkv of several ranks
-    # Nobody waits less than rank 0's port needs: for inputs as its receivers, for outputs it receives alone. Rank 0
-    # also waits for the others' work, a nanosecond each way.
+    # Every rank waits at least as long as rank 0's port needs: for inputs as its receivers, for outputs rank 0 alone.
+    # Rank 0 also waits for the others' work, a nanosecond for each pass.
     assert int(found.exposed_ns[0]) == sent + home + again + grads + 400 + 2
     assert found.exposed_ns[1:].tolist() == [sent + home // 3 + again + grads // 3 + 400] * 3
 

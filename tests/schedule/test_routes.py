@@ -1,5 +1,5 @@
-"""Proves routes: every reader gets every token once, each token enters a node once, ports share what enters,
-detours stay small.
+"""Proves the routes of keys between nodes: every reader gets every token once, each token enters a node once, the
+node's network ports share what enters, and detours inside the node stay small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPE = Shape(8, 4, 64, 64)
 
 @st.composite
 def readings(draw: st.DrawFn) -> tuple[Pieces, Cluster]:
-    """Pieces as needs makes them: of one reader and owner disjoint, ``partial`` the same for everybody."""
+    """Draw pieces of keys as the planner's analysis makes them: those of one reader and owner are disjoint."""
     machine = cluster("a100", nodes=draw(st.integers(1, 3)), ranks_per_node=draw(st.integers(1, 4)))
     rows = []
     for rank in range(machine.ranks):
@@ -39,7 +39,7 @@ def readings(draw: st.DrawFn) -> tuple[Pieces, Cluster]:
 
 
 def delivered(routes: Routes) -> Counter[tuple[int, ...]]:
-    """(reader, owner, token, head) with how often it comes, entries that only pass on included."""
+    """Return how often each (reader, owner, token, head) is delivered, including to ranks that only pass it on."""
     found: Counter[tuple[int, ...]] = Counter()
     for rank, owner, start, stop, h0, h1, _ in routes.first.matrix().T.tolist():
         found.update((rank, owner, t, h) for t in range(start, stop) for h in range(h0, h1))
@@ -107,7 +107,7 @@ def test_a_long_document_crosses_with_fewer_bytes_both_ways() -> None:
 
 
 def test_what_all_ranks_of_a_node_read_enters_in_turns_whatever_its_heads() -> None:
-    """Four chunks for each port, dealt out in turns."""
+    """Each port gets four chunks, dealt out in turns."""
     machine = cluster("a100", nodes=2, ranks_per_node=4)
     owned = {4: (0, 2), 5: (2, 4)}
     keys = Pieces(*np.array([(r, owner, 100, 32_868, *owned[owner], 1) for r in range(4) for owner in owned]).T)
@@ -121,7 +121,10 @@ def test_what_all_ranks_of_a_node_read_enters_in_turns_whatever_its_heads() -> N
 
 
 def entries_by_hand(chunks: Pieces, readers: Relays, machine: Cluster, least: int) -> list[int]:
-    """Chunk after chunk: its readers in turn; what is over a port's share goes along the room of its node."""
+    """Return the rank through which each chunk enters its node, chunk by chunk.
+
+    The readers of chunks take turns; what exceeds a port's share goes to ranks of the node that have room.
+    """
     size = machine.ranks_per_node
     amount = chunks.amount.tolist()
     mine = [readers.rank[readers.first == chunk].tolist() for chunk in range(len(chunks))]
@@ -145,7 +148,7 @@ def entries_by_hand(chunks: Pieces, readers: Relays, machine: Cluster, least: in
 
 
 def test_ports_share_what_enters_as_counted_chunk_by_chunk() -> None:
-    """Few ranks read much, in pieces of uneven lengths; with latency a port may have what so many starts are worth."""
+    """Few ranks read much, in pieces of uneven lengths; with latency a port may take more, as each start costs time."""
     detours = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)

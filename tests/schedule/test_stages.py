@@ -1,5 +1,5 @@
-"""Proves stages: parts cover every piece once, an exposed exchange is cut and a hidden one not,
-own work goes where it hides.
+"""Proves stages: their parts cover every piece of keys once, an exchange is cut into stages where it is exposed and not
+where it is hidden, and own work is placed where it hides transfers.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_own_work_is_shared_between_both_ends_as_the_plan_says() -> None:
         t = program.transfers
         last = int(t.stage[(t.target == rank) & np.isin(t.kind, (Kind.Q, Kind.KV))].max(initial=1))
         assert np.flatnonzero(own).tolist() in ([0, last + 1], [0], [last + 1])
-        # One tile of rows against all keys of a document is the coarseness of the cut.
+        # The cut is only as fine as one tile of rows against all keys of a document.
         coarse = CUT_TOKENS * 65536 * 32
         assert abs(int(own[last + 1]) - int(own.sum()) * held // 1000) <= coarse
 
@@ -170,8 +170,8 @@ def test_stages_are_part_of_the_plans_identity() -> None:
 
 
 def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On four nodes the events, which the choice does not know,
-    agree that fewer stages than each rank would take are faster.
+    """On four nodes simulation, which the choice does not use, confirms that fewer stages than each rank would take are
+    faster.
     """
     batch = make_batch(draw_lengths("libra256k", 8192 * 32, 0), flexcp.causal())
     request = attention_only(Request(batch, Shape(32, 8, 128, 128), cluster("h100", 4, 8), CostModel()))
@@ -185,8 +185,8 @@ def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: 
 
 
 def test_ranks_of_a_node_begin_with_different_owners_of_another() -> None:
-    """A team of four that reads all tokens of four others, each its own head:
-    in every stage each owner sends to one of them.
+    """A team of four ranks reads all tokens of four others, one head each: in every stage each owner sends to one of
+    them.
     """
     machine = cluster("h100", 2, 4)
     rows = [(rank, owner, 0, 512, rank - 4, rank - 3, 0) for rank in range(4, 8) for owner in range(4)]
@@ -196,7 +196,7 @@ def test_ranks_of_a_node_begin_with_different_owners_of_another() -> None:
 
 
 def test_divisions_put_every_token_into_the_stage_of_its_block() -> None:
-    """Against a count token by token; neighbours in one stage are one part."""
+    """Compares with a count token by token; neighbouring tokens of one stage form one part."""
     planner = flexcp.Planner(4, 2, 64, cluster=cluster("h100", 1, 2), strategy="zigzag")
     placement = planner([300, 100]).placement
     stream = {0: [], 1: []}
@@ -230,7 +230,7 @@ def test_divisions_give_each_rank_that_reads_keys_the_last_of_its_own_stages() -
 
 @pytest.mark.parametrize(("back", "home"), [(900, 50), (900, 0), (0, 50), (0, 0)])
 def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots(back: int, home: int) -> None:
-    """Slot by slot, for ranks to which queries come and ranks to which none do."""
+    """Computed slot by slot, for ranks that receive queries and ranks that receive none."""
     number, queries = np.array([1, 2, 3, 1, 2, 3]), np.array([0, 0, 0, 70, 70, 70])
     own, rest, again = 1000, 600, 30
     work = Work(*(np.full(6, ns) for ns in (own, rest, again, 0)))
@@ -244,7 +244,7 @@ def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots(back: int, home: int
         start = 10 if stages_here > 1 and back else 0
         out = -(-back // stages_here) + start
         each = -(-(rest + (stages_here - 1) * again) // stages_here)
-        last = out + home - (10 if back and home else 0)  # one exchange
+        last = out + home - (10 if back and home else 0)  # both leave in one exchange
         held = 1000 * last // (there + last) if there + last else 0
         after = own * held // 1000
         slots = [max(own - after, there), each] if there else [own - after + each]
@@ -253,14 +253,17 @@ def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots(back: int, home: int
 
 
 def test_slots_are_those_of_the_picture() -> None:
-    """By hand: a rank of two stages with relays, one to which nothing comes, and one that computes moved queries."""
+    """A rank of two stages with relays, one that receives nothing, and one that computes queries moved
+    to it, by hand.
+    """
     work = Work(*np.array([[1000, 70, 1000], [600, 0, 300], [20, 5, 0], [100, 0, 0]]))
     times = ExchangeTimes(*np.array([[200, 0, 100], [40, 0, 0], [300, 0, 0], [0, 0, 0], [50, 0, 200]]))
     machine = replace(cluster("h100", 1, 3), latency_ns=10)
     with np.errstate(all="raise"):
         found = slots_of(np.array([2, 1, 1]), work, times, machine)
-    # Rank 0: of 200 + 40 ns one half each and a start each arrive first; gradients and results leave in one exchange,
-    # 160 + 50 - 10 ns, beside 200 / (140 + 200) of the own work. The first stage has all work that waits for queries.
+    # Rank 0: half of 200 and half of 40 ns arrive first, each with a start of 10 ns; gradients and results leave in one
+    # exchange of 160 + 50 - 10 ns, hidden behind 200 / (140 + 200) of the own work. The first stage has all the work
+    # that waits for queries.
     assert found[0].tolist() == [[412, 70, 334], [360, 0, 300], [260, 0, 666], [588, 0, 0]]
     assert found[1].tolist() == [[140, 0, 100], [110, 0, 0], [160, 0, 200], [200, 0, 0]]
 
@@ -280,7 +283,7 @@ def chosen_for(
 
 
 def test_only_ranks_that_read_keys_and_wait_for_them_take_more_stages() -> None:
-    """With as much to receive as to compute, s stages take (s + 1) / s of either, and there are four at most."""
+    """With as much to receive as to compute, s stages take (s + 1) / s of either time, and there are at most four."""
     some, none = np.full(3, 1200), np.zeros(3, np.int64)
     times = ExchangeTimes(np.array([1200, 1200, 0]), none, none, none, none)
     found = chosen_for(Work(none, some, none, none), times, [0, 2])
@@ -289,7 +292,7 @@ def test_only_ranks_that_read_keys_and_wait_for_them_take_more_stages() -> None:
 
 
 def test_one_more_stage_is_taken_if_it_saves_more_than_a_hundredth() -> None:
-    """One stage takes 2400 ns; two take 1800, three 1600 and four 1500, and each further one costs ``again`` more."""
+    """One stage takes 2400 ns, two 1800, three 1600 and four 1500, plus what each further stage costs for ``again``."""
     one, none = np.array([1200]), np.zeros(1, np.int64)
     for again, number in ((0, 4), (170, 3), (574, 2), (576, 1)):
         work = Work(none, one, np.array([again]), none)

@@ -1,5 +1,5 @@
-"""Proves stages under contention: thin ends leave the middle slot alone, are taken where events agree,
-and relays go where they cost.
+"""Proves stages with thin ends, whose first and last stages are small so that nothing travels beside the large one:
+they are used where simulation agrees that they are faster; and keys are relayed where that is faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flexcp.shape import Kind, Shape
 from flexcp.simulator.training import simulate
 
 HALF = [262_144, *draw_lengths("web", 262_144, 0)]
-"""A document of half the tokens: it is cut over nodes, and there is much work to hide what that moves."""
+"""A document of half the tokens: it is cut over nodes, and has much work that can hide its transfers."""
 
 
 def request_of(lengths: list[int], shape: Shape) -> Request:
@@ -37,12 +37,12 @@ def request_of(lengths: list[int], shape: Shape) -> Request:
 
 @pytest.fixture
 def no_inside_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the other way to cut, which is faster still for most placements with thin ends."""
+    """Turn off ``inside_first`` stages, which are faster still for most placements with thin ends."""
     monkeypatch.setattr(analysis, "node_work", lambda *_: None)
 
 
 def planned_in_both(request: Request, placement: Placement) -> tuple[Plan, Plan]:
-    """The plan of a placement, and the same in equal stages."""
+    """Return the plan of a placement, and its plan in equal stages."""
     how = (request.shape, request.cluster, request.cost)
     found = analyse(placement, *how)
     equal = analyse(placement, *how, most_ahead=1)
@@ -70,7 +70,7 @@ def test_nothing_travels_beside_the_large_stage() -> None:
     t = program.transfers
     posted = program.execution.posted[t.stage]
     under_way = (posted <= 2) & (t.stage > 2) & (t.source != t.target)
-    # Stage 3 is posted in slot 1, before the work beside which it travels.
+    # Stage 3 is posted in slot 1, before the work that it travels beside.
     assert set(t.stage[under_way].tolist()) == {3} and set(t.kind[under_way].tolist()) == {Kind.KV}
     assert set(t.stage[t.kind == Kind.DKV].tolist()) == {4, 5}
     amount = (t.stop - t.start) * (t.h1 - t.h0)
@@ -103,8 +103,8 @@ def test_keys_are_relayed_where_events_agree(name: str, relays: bool, monkeypatc
 
 
 def test_work_that_waits_for_queries_alone_is_counted() -> None:
-    """Of a document split by heads over a team of four, a quarter of the keys is at home,
-    and most of the queries on them are not.
+    """A document is split by heads over a team of four ranks: a quarter of the keys is local, most queries on them are
+    not.
     """
     request, placement = long_document()
     work = analyse(placement, request.shape, request.cluster, request.cost)[0].forward.work

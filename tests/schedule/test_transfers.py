@@ -1,4 +1,4 @@
-"""Proves when things travel: a table of transfers written down by hand for a relay and a moved query."""
+"""Proves in which stage each piece travels, by a table of transfers written by hand for a relay and a moved query."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MACHINE = cluster("h100", nodes=2, ranks_per_node=2)
 
 
 def travel(backward: bool, kept: bool, stage: int = 1) -> list[tuple[str, int, int, int]]:
-    """Rank 1 reads keys of rank 2, on the other node, and passes them on to rank 0,
-    which also has queries of rank 3 to work on: (kind, stage, source, target).
+    """Return the transfers (kind, stage, source, target) of a small example.
+
+    Rank 1 reads keys of rank 2, on the other node, and passes them on to rank 0, which also computes queries of rank 3.
     """
     keys, queries = (Pieces(*np.array([row], np.int64).T) for row in ((1, 2, 0, 256, 0, 2, 1), (0, 3, 5, 9, 0, 4, 0)))
     relays = Relays(np.array([0]), np.array([0]))
