@@ -1,5 +1,5 @@
-"""Proves the loops of copies: bytes and launches of drawn transfers are those of the table
-in flexcp.simulator.copies, row by row.
+"""Proves the compiled loops that count copies: bytes and launches of random transfers follow the table in
+flexcp.simulator.copies, row by row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import pytest
 from flexcp.simulator.compiled_copies import sum_copies
 
 RANKS, STAGES = 3, 4
-# Bytes of a token and head: as it travels whole, in part, in the accumulator's dtype; whether it is a result.
+# Bytes of a token and head: in a final message, in a partial one, in the accumulator's dtype; then whether it is a
+# result.
 KINDS = np.array([[2, 3, 5, 0], [7, 11, 13, 0], [17, 19, 23, 1]])
 
 
@@ -31,7 +32,7 @@ def test_sums_are_those_of_the_table(count: int) -> None:
     tokens, is_result, own = (stop - start) * (h1 - h0), KINDS[kind, 3] == 1, source == target
     wire = tokens * KINDS[kind, partial]
     lies = np.where(is_result, tokens * KINDS[kind, 2], wire)
-    # An input is read as it came and written; a result is read as it came, and read and written where it is summed.
+    # An input is read from its message and written; a result is read from its message, and its sum is read and written.
     taken = np.where(own, lies, wire) + np.where(is_result, 2, 1) * lies
     for rank in range(RANKS):
         for s in range(STAGES):

@@ -1,4 +1,6 @@
-"""Proves the order of events where compute ends earlier than was foreseen: what waits for it happens in its turn."""
+"""Proves the order of simulated events when compute ends earlier than was scheduled: what waits for it
+happens in turn.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ SLOWED = 2000  # per mille: compute takes twice as long beside a transfer
 
 
 def test_compute_that_is_fast_again_ends_before_what_comes_later() -> None:
-    """Rank 0 begins slot 1 beside a transfer, which ends soon. It then posts a message before rank 2 does, for the
-    same receiver, so its message goes first.
+    """Rank 0 begins slot 1 beside a transfer that soon ends, so its compute speeds up again.
+
+    It then posts a message to a receiver before rank 2 posts one to the same receiver, so rank 0's message goes first.
     """
     ranks, slots = 3, 4
     work = np.zeros((ranks, slots), np.int64)
@@ -29,7 +32,7 @@ def test_compute_that_is_fast_again_ends_before_what_comes_later() -> None:
     start, copies, rule = np.zeros(ranks, np.int64), np.zeros((2, ranks, slots), np.int64), np.zeros(2, np.int64)
     begin, end = run_events(start, work, copies, chunks, ports, rule, pace, opens)
 
-    # Slot 0 is slowed all the time; of slot 1 the first 100 ns are, in which half as much is done.
+    # Slot 0 is slowed throughout; slot 1 for its first 100 ns, in which only half as much work is done.
     assert end[0, :2].tolist() == [200, 300 + 1000 - 50]
     assert begin[0, 2] == 1250
     assert chunks[:, BEGIN].tolist() == [0, 1250, 1750]

@@ -1,4 +1,6 @@
-"""Proves the loops that lay segments: token by token, ranks hold what their runs and drawn pieces say."""
+"""Proves the compiled loops that list the token segments each rank holds: token by token, ranks hold what their runs
+and random pieces say.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ def test_segments_are_the_tokens_of_runs_and_pieces(own_slot: int, seed: int) ->
     edges = np.unique(np.concatenate([[0, STREAM], draw.integers(1, STREAM, 12)]))
     run_start, run_stop, run_rank = edges[:-1], edges[1:], draw.integers(0, RANKS, len(edges) - 1)
     owner_of = np.repeat(run_rank, run_stop - run_start)
-    kept = [np.flatnonzero(owner_of == rank) for rank in range(RANKS)]  # the stream's tokens in each rank's kept order
+    kept = [np.flatnonzero(owner_of == rank) for rank in range(RANKS)]  # each rank's tokens, in order
     local = np.array([np.searchsorted(kept[rank], token) for rank, token in zip(run_rank, run_start, strict=True)])
-    # Pieces of every rank for every other, some empty; each owner's are on a shelf of their own, so that tokens are
-    # held once.
+    # Pieces of every rank for every other, some empty; each owner's pieces are on a shelf of their own, so that no
+    # token is held twice.
     target, owner = (side.ravel() for side in np.indices((RANKS, RANKS)))
     target, owner = target[target != owner], owner[target != owner]
     tokens = np.array([len(kept[rank]) for rank in owner])
@@ -33,7 +35,7 @@ def test_segments_are_the_tokens_of_runs_and_pieces(own_slot: int, seed: int) ->
     pieces = (target, owner, start, stop, slot, shelf, heads)
     segments, first = lay_segments(run_start, run_stop, run_rank, local, *pieces, sizes)
 
-    # [range of heads, rank, token]: slot and shelf of what is held, -1 of what is not.
+    # ``[range of heads, rank, token]``: slot and shelf of tokens that are held, -1 for others.
     expected = np.full((2, RANGES, RANKS, STREAM), -1)
     if own_slot >= 0:
         for rank in range(RANKS):
@@ -44,8 +46,9 @@ def test_segments_are_the_tokens_of_runs_and_pieces(own_slot: int, seed: int) ->
 
 
 def by_token(segments: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Segments as ``[slot or shelf, range of heads, rank, token]``;
-    those of one range and rank ascend and are apart.
+    """Return segments as ``[slot or shelf, range of heads, rank, token]``.
+
+    Segments of one range and rank must be ascending and disjoint.
     """
     found = np.full((2, RANGES, RANKS, STREAM), -1)
     assert len(first) == RANGES * RANKS + 1 and first[0] == 0 and first[-1] == segments.shape[1]

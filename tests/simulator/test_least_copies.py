@@ -1,4 +1,4 @@
-"""Least copies: never more than a plan's copies are priced at, and most of them."""
+"""Proves the lower bound on the time of copies: it never exceeds what the copies of a plan cost, and is most of it."""
 
 from __future__ import annotations
 

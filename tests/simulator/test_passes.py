@@ -1,5 +1,5 @@
-"""Proves the event simulator: on any plan no port is used twice at once, nothing happens before it may, no port idles
-while it could work; and small passes take exactly the nanoseconds counted by hand.
+"""Proves the event simulator: in any plan no port carries two messages at once, nothing happens too early, and no port
+idles while it could work; small passes take exactly the nanoseconds counted by hand.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def hand_made(
     link: int = 1000,
     copies: Any = 0,
 ) -> PassModel:
-    """A pass from compute ``[rank][slot]`` and chunks (stage, source, target, time),
-    all inside one node; ``copies[what][rank][stage]``.
+    """Return a pass with compute ``[rank][slot]`` and chunks (stage, source, target, time), all inside one node.
+
+    ``copies`` are times ``[packing or unpacking][rank][stage]``.
     """
     stage, source, target, time = np.array(chunks, np.int64).reshape(-1, 4).T
     zero = np.zeros_like(stage)
@@ -56,35 +57,35 @@ def hand_made(
 
 
 def test_a_message_hides_behind_compute_or_is_waited_for() -> None:
-    # Rank 1 gets 100 ns of keys for its slot 1; both post at 0, so they are there at 105.
+    # Rank 1 gets 100 ns of keys for its slot 1; both ranks post at 0, so the keys are there at 105.
     ran = run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)]), ints(0, 0))
     assert ran.begin.tolist() == [[0, 105], [0, 105]] and ran.end.tolist() == [[30, 105], [40, 155]]
     assert (ran.chunk_begin.tolist(), ran.chunk_end.tolist()) == ([5], [105])
-    assert ran.done.tolist() == [105, 155]  # rank 0 stays until all has left
+    assert ran.done.tolist() == [105, 155]  # rank 0 waits until its message has left
     assert ran.compute_ns.tolist() == [30, 90] and ran.wait_ns.tolist() == [75, 65]
-    # A sender that begins late keeps the receiver waiting; one that has work for 200 ns hides it all.
+    # A sender that begins late makes the receiver wait; a receiver with work for 200 ns hides the transfer completely.
     assert run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)]), ints(20, 0)).begin[1, 1] == 125
     assert run_pass(hand_made([[30, 0], [200, 50]], [(1, 0, 1, 100)]), ints(0, 0)).done[1] == 250
 
 
 def test_a_slot_waits_for_what_its_rank_sends_in_its_stage() -> None:
-    # Rank 0 receives nothing in stage 1, and its call is over when rank 1 has what it sends, at 105; so stage 2 is
-    # posted then.
+    # Rank 0 receives nothing in stage 1, but its call ends only when rank 1 has its message, at 105; stage 2 is posted
+    # then.
     ran = run_pass(hand_made([[30, 20, 0], [40, 50, 0]], [(1, 0, 1, 100), (2, 0, 1, 10)]), ints(0, 0))
     assert ran.begin[0].tolist() == [0, 105, 125] and ran.chunk_begin.tolist() == [5, 110]
-    # What it sends later keeps nobody.
+    # A message that it sends in a later stage delays nobody before that.
     late = run_pass(hand_made([[30, 20, 0], [40, 50, 0]], [(2, 0, 1, 100)]), ints(0, 0))
     assert late.begin[0].tolist() == [0, 30, 145]
 
 
 def test_what_is_packed_leaves_later_and_what_came_is_taken_in_before_work() -> None:
-    # Rank 0 packs for 20 ns, so its message leaves at 25 and its own work ends at 50; rank 1 merges for 7 ns before its
-    # slot 1.
+    # Rank 0 packs for 20 ns, so its message leaves at 25 and its own work ends at 50; rank 1 unpacks for 7 ns before
+    # its slot 1.
     copies = [[[0, 20], [0, 0]], [[0, 0], [0, 7]]]
     ran = run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)], copies=copies), ints(0, 0))
     assert ran.chunk_begin.tolist() == [25] and ran.end.tolist() == [[50, 125], [40, 182]]
     assert ran.compute_ns.tolist() == [50, 97]
-    # Posted beside nothing, it is packed when slot 0 is computed: 30 + 20 + 5.
+    # Without overlap the message is packed after the work of slot 0: it leaves at 30 + 20 + 5.
     turns = Rules(contention=False, ahead=0)
     ran = run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)], turns, copies=copies), ints(0, 0))
     assert ran.chunk_begin.tolist() == [55] and ran.end.tolist() == [[30, 155], [40, 212]]
@@ -93,14 +94,15 @@ def test_what_is_packed_leaves_later_and_what_came_is_taken_in_before_work() -> 
 def test_ports_take_turns_and_both_directions_go_at_once() -> None:
     both = [(1, 0, 1, 100), (1, 1, 0, 60)]
     assert run_pass(hand_made([[0, 1], [0, 1]], both), ints(0, 0)).done.tolist() == [106, 106]
-    # Two senders to one receiver take turns; the third pair is free meanwhile.
+    # Two senders to one receiver take turns; the chunk to rank 3 goes at the same time.
     crowd = [(1, 0, 2, 100), (1, 1, 2, 50), (1, 1, 3, 50)]
     ran = run_pass(hand_made([[0, 0]] * 4, crowd), ints(0, 0, 0, 0))
     assert ran.chunk_begin.tolist() == [5, 105, 5]
 
 
 def test_neighbours_share_a_network_port() -> None:
-    # Ranks 0 and 1 send across, to 2 and 3: one after the other through one port, at once through two.
+    # Ranks 0 and 1 send to ranks 2 and 3 on another node: at the same time through two ports, one after the other
+    # through one.
     both = [(1, 0, 2, 100), (1, 1, 3, 60)]
     for sharing, begins in ((1, [5, 5]), (2, [5, 105])):
         model = hand_made([[0, 0]] * 4, both, Rules(ranks_per_nic=sharing))
@@ -115,10 +117,10 @@ def test_in_line_a_sender_waits_for_its_first_receiver() -> None:
 
 
 def test_a_stage_is_posted_when_the_slot_before_begins() -> None:
-    # Keys of stage 2 leave when rank 0 enters slot 1, at 80, and rank 1 has too, at 10.
+    # Keys of stage 2 leave when both ranks have entered slot 1, rank 0 at 80 and rank 1 at 10.
     ran = run_pass(hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)]), ints(0, 0))
     assert ran.chunk_begin[0] == 85 and ran.begin[1, 2] == 125
-    # Without overlap, when it has computed slot 1, at 90.
+    # Without overlap they leave after rank 0 has computed slot 1, at 90.
     turns = run_pass(
         hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)], Rules(contention=False, ahead=0)), ints(0, 0)
     )
@@ -126,17 +128,17 @@ def test_a_stage_is_posted_when_the_slot_before_begins() -> None:
 
 
 def test_compute_and_transfers_slow_each_other() -> None:
-    # 100 ns of transfer at 80 %: 5 to 130. Meanwhile rank 1's 300 ns of compute run at 1 / 1.25: 5 + 125 (100 done),
-    # then 195 more.
+    # 100 ns of transfer at 80 % run from 5 to 130. In these 125 ns rank 1's compute, slowed by 1.25, does 100 of its
+    # 300 ns; 5 ns were done before and 195 remain.
     ran = run_pass(hand_made([[0, 0], [300, 0]], [(1, 0, 1, 100)], slow=1250, link=800), ints(0, 0))
     assert ran.chunk_end[0] == 130 and ran.end[1, 0] == 325
-    # Rank 2 has no transfers and is not disturbed.
+    # Rank 2 has no transfers, so its compute is not slowed.
     alone = run_pass(hand_made([[0, 0], [300, 0], [300, 0]], [(1, 0, 1, 100)], slow=1250), ints(0, 0, 0))
     assert alone.end[:, 0].tolist() == [0, 320, 300]
 
 
 def judge(ran: Pass) -> None:
-    """Every rule of the simulator, from the finished timeline."""
+    """Check every rule of the simulator on a finished timeline."""
     model, c = ran.model, ran.model.chunks
     ranks, slots = ran.begin.shape
     arrived = np.zeros((ranks, slots), np.int64)
@@ -144,8 +146,8 @@ def judge(ran: Pass) -> None:
         np.maximum.at(arrived, (end, c.stage), ran.chunk_end)
     how, (pack, take_in) = model.execution, model.copies
     beside = how.ahead > 0
-    # What is posted beside nothing is packed when the slot before is computed, other stages one after the other when
-    # one has begun.
+    # Without overlap a stage is packed after the previous slot's work; otherwise stages are packed one after the other
+    # at the beginning of the slot that posts them.
     before = np.concatenate([ran.start[:, None], ran.end[:, :-1]], axis=1)
     before[:, 1:] += (pack * ~beside)[:, 1:]
     np.testing.assert_array_equal(ran.begin, np.maximum(before, arrived))
@@ -168,7 +170,7 @@ def judge(ran: Pass) -> None:
         busy.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(busy)), f"{name} carries two chunks at once"
         ends[name] = {b[1] for b in busy}
-    if not model.rules.in_line:  # nothing waits but for its post or a port
+    if not model.rules.in_line:  # a chunk waits only for its post or a port
         for i in range(len(c.ns)):
             freed = ends["out", int(c.across[i]), int(c.source[i])] | ends["in", int(c.across[i]), int(c.target[i])]
             assert ran.chunk_begin[i] == ready[i] or int(ran.chunk_begin[i]) in freed
@@ -233,7 +235,7 @@ def test_measured_compute_takes_the_models_place() -> None:
 
 
 def test_a_pass_of_minutes_is_on_a_coarser_clock() -> None:
-    """Nine minutes do not fit the clock of events: such a pass once took no time at all."""
+    """Nine minutes do not fit the clock of events, so longer passes use a coarser clock."""
     work, chunks, long = [[40, 30], [10, 90]], [(1, 0, 1, 25), (1, 1, 0, 60)], 1 << 36
     short = run_pass(replace(hand_made(work, chunks), latency_ns=0), ints(0, 3))
     scaled = [[ns * long for ns in row] for row in work], [(*chunk[:3], chunk[3] * long) for chunk in chunks]

@@ -1,5 +1,5 @@
-"""Proves the rule of rings: it counts what cutting every region counts, to the pair and the kernel; and takes nothing
-else for a ring.
+"""Proves the fast count of work in ring plans: it equals the count from cutting every region, to the pair and the
+kernel launch, and applies to nothing that is not a ring.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_other_transfers_are_no_ring(column: str) -> None:
     assert_equal(slot_work(program, 0, False), cut_work(program, 0, wrong))
 
 
-# Digests of [rank, slot] work, pairs and kernels, both directions, as counted by cutting before there was a rule.
+# Digests of [rank, slot] work, pairs and kernels of both directions, counted by cutting regions.
 BEFORE = {
     "zigzag": "8ef37bfc1afd2b89",
     "usp:4,4": "0538f71ffc278f45",

@@ -1,5 +1,5 @@
-"""Proves slot work: for any plan, pairs and kernels of every rank and slot are those of the program
-that the executor would run.
+"""Proves the simulator's work for each slot: for any plan, pairs and kernels of every rank and slot are those of the
+program that the executor would run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MASKS = [
 
 
 def by_program(plan: Plan, mask: int, backward: bool) -> tuple[Any, Any]:
-    """Pairs x heads and kernels ``[rank, slot]``, from each rank's own program."""
+    """Return pairs x heads and kernels as ``[rank, slot]``, from each rank's own program."""
     slots = plan.programs[mask][backward].stages
     pairs, kernels = np.zeros((2, plan.ranks, slots), np.int64)
     for rank in range(plan.ranks):
@@ -61,7 +61,7 @@ def assert_same(plan: Plan, mask: int = 0) -> None:
         pairs, kernels = by_program(plan, mask, backward)
         np.testing.assert_array_equal(found.pairs.sum(axis=1), pairs.sum(axis=1))
         held = plan.programs[mask][backward].held
-        if held:  # held work is cut at whole tiles of rows, here at the plan's share
+        if held:  # the executor cuts held-back work at whole tiles, the simulator at the plan's share
             other = [s for s in range(pairs.shape[1]) if s != 0]
             assert abs(found.pairs[:, 0] - pairs[:, 0]).max() <= 128 * plan.batch.lengths.max() * plan.shape.heads
             assert (kernels[:, other] <= found.kernels[:, other] + 1).all()
@@ -126,7 +126,7 @@ def test_time_is_the_cost_models() -> None:
 
 
 def test_a_region_pays_for_its_row_tiles_once_where_it_sees_nothing_or_only_other_ranks_keys() -> None:
-    """Of three regions of rank 1: one sees no key, one its own and other keys, one keys of others in two hops."""
+    """Rank 1 has three regions: one sees no key, one sees own and other keys, one sees others' keys in two hops."""
     plan = flexcp.Planner(8, 8, 64, cluster=flexcp.cluster("h100", 1, 2), strategy="zigzag")([2048])
     cost = replace(plan.cost, row_tile_pairs=1000)
     rows = {"q0": 0, "q1": np.array([1, 128, 129]), "k0": 0, "k1": 2048, "document": 0, "rank": 1}

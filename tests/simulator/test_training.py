@@ -1,5 +1,5 @@
-"""Proves simulations: bounds that no plan beats, useful work over time,
-and steps that add up to what was counted by hand.
+"""Proves simulated training steps: bounds that no plan beats, useful work over time, and steps whose parts add up to
+what was counted by hand.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def test_a_document_that_nobody_can_do_alone_must_move() -> None:
     ]
     assert all(b.link > 0 for b in found)
     assert found[0].compute == pytest.approx(4 * found[2].compute, rel=1e-6)
-    assert found[0].link < found[1].link  # gradients come on top
-    # Documents that a rank can do alone need no link.
+    assert found[0].link < found[1].link  # backward also moves gradients
+    # Documents that one rank can compute alone need no link.
     alone = pass_bounds(
         make_batch([4096] * 64, flexcp.causal()), 0, shape, flexcp.cluster("h100", 8, 8), CostModel(), False
     )
@@ -88,8 +88,8 @@ def test_a_document_that_nobody_can_do_alone_must_move() -> None:
 
 
 def test_the_least_work_there_is_is_a_bound() -> None:
-    """Little work takes the start of a kernel; and a plan that divides the tiles
-    of a long window is not said to be impossible.
+    """A little work takes at least the start of a kernel, and a plan that divides the tiles of a long window must not
+    appear to beat the bounds.
     """
     tiny = simulate(planned("dp", [100, 50], flexcp.cluster("h100", 1, 2)), rules=CALM)
     assert tiny.bounds(False).floor == tiny.bounds(False).granularity > tiny.plan.cost.kernel_ns
@@ -149,8 +149,8 @@ def test_sync_costs_what_compute_does_not_hide() -> None:
     none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, sync))) for sync in syncs)
     bare = step_ns(simulate(plan, training=Training(LLAMA, "fsdp", overlap_permille=0)))
     assert none < reduce and none < fsdp < bare
-    # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, the first gather,
-    # and a gather and a scatter of embedding and head.
+    # All exposed: one gather forward and a gather and a scatter backward for each of 4 layers, the first gather, and a
+    # gather and a scatter of embedding and head.
     layer, words = (
         int(plan.cost.link_ns(np.array([2 * weights // 4]), machine.inter_mbps)[0]) + machine.latency_ns
         for weights in (LLAMA.layer_parameters, 2 * LLAMA.vocabulary * LLAMA.model.hidden)
@@ -160,7 +160,9 @@ def test_sync_costs_what_compute_does_not_hide() -> None:
 
 @pytest.mark.parametrize("overlap", [1000, 0])
 def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
-    """The last gradients of an all-reduce are the embedding's; the head's are exposed too where nothing hides."""
+    """The embedding's gradients are the last of an all-reduce, so they are exposed; the head's too if nothing is
+    overlapped.
+    """
     machine = flexcp.cluster("a100", 2, 2)
     plan = planned("zigzag", [4000], machine, layers=4)
     few, many = (replace(LLAMA, vocabulary=words) for words in (1000, 1000 + 2**17))
@@ -180,8 +182,8 @@ def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
 @pytest.mark.parametrize("name", ["h100:2x4", "a100:2x2", "h100:1x4"])
 @pytest.mark.parametrize("strategy", ["groups", "blocks", "zigzag:2", "ulysses:4", "dp", "minheap:512", "hdp"])
 def test_the_parts_of_a_step_add_up_to_it(strategy: str, name: str, sync: Sync) -> None:
-    """Also where another rank is the slowest backward than forward,
-    and where ranks wait for weights of those behind them.
+    """Holds also where another rank is slowest backward than forward, and where ranks wait for weights
+    of slower ranks.
     """
     plan = planned(strategy, draw_lengths("libra256k", 32_768, 1), flexcp.cluster(name), layers=9)
     for overlap, tp in ((1000, 1), (0, 2)):
@@ -195,7 +197,9 @@ def test_the_parts_of_a_step_add_up_to_it(strategy: str, name: str, sync: Sync) 
 @pytest.mark.parametrize("sync", ["fsdp", "none"])
 @pytest.mark.parametrize("strategy", ["groups", "blocks", "dp", "zigzag:2", "minheap:512"])
 def test_two_layers_stand_for_all(strategy: str, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against every layer simulated; ranks without messages go their own ways, so that theirs is the same."""
+    """Compares two simulated layers with all layers simulated; without messages and sync, ranks are independent and the
+    times are equal.
+    """
     layers = 12
     plan = planned(strategy, draw_lengths("libra256k", 65_536, 1), flexcp.cluster("h100", 2, 4), layers)
     short = step_ns(simulate(plan, training=Training(LLAMA, sync)))
@@ -205,7 +209,7 @@ def test_two_layers_stand_for_all(strategy: str, sync: Sync, monkeypatch: pytest
 
 
 def test_ranks_that_exchange_nothing_do_not_wait_for_each_other() -> None:
-    """One rank has a long document, the other more tokens: each takes the sum of its own layers."""
+    """One rank has a long document, the other more tokens; each takes the sum of its own layers."""
     machine = flexcp.cluster("h100", 1, 2)
     plan = planned("dp", [9000, *[100] * 120], machine, layers=7)
     step = simulate(plan, training=Training(LLAMA, "none")).step
@@ -233,8 +237,8 @@ def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
 
 
 def test_ranks_that_need_results_of_each_other_wait() -> None:
-    """Unequal tokens balance the sum of attention and the rest;
-    but results of others' work must be there before the rest begins.
+    """Unequal tokens balance the sum of attention and other layers, but the other layers wait for results of other
+    ranks.
     """
     planner = flexcp.Planner(32, 8, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks", model=LLAMA.model)
     lengths, masks = draw_lengths("libra256k", 65_536), {"all": (flexcp.causal(), 8)}
