@@ -1,8 +1,8 @@
-"""Proves masks: every named one against its per-query definition, the slice algebra against brute force,
-every conversion.
+"""Proves masks: every named mask against its definition for each query, slice operations against brute force, and every
+conversion.
 
-The definitions below are written from the literature's wording (keys seen by query i of a document of n tokens), one
-query at a time with plain sets, and share nothing with the slices they judge.
+The definitions below follow the literature's wording (keys seen by query i of a document of n tokens), one query at a
+time with plain sets, and share no code with the slices they are compared with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ lengths = st.integers(1, 60)
 
 
 def dense_of(rule: Rule, n: int) -> Bools:
-    """The boolean matrix of a per-query definition."""
+    """Return the boolean matrix of a definition for each query."""
     out = np.zeros((n, n), bool)
     for i in range(n):
         out[i, sorted(rule(i, n) & set(range(n)))] = True
@@ -263,7 +263,7 @@ def test_a_fraction_of_a_token_is_refused_in_conversions(make: Callable[[], Any]
         make()
 
 
-# --- the algebra ------------------------------------------------------------------------------------------------------
+# --- operations on slices ---------------------------------------------------------------------------------------------
 
 GRID = 12
 coordinate = st.integers(0, GRID)
@@ -273,7 +273,7 @@ wild_row = st.tuples(coordinate, coordinate, coordinate, coordinate, band, band)
 
 @st.composite
 def full_row(draw: st.DrawFn) -> tuple[int, ...]:
-    """A slice that mostly holds pairs: independent numbers nearly always give an empty one."""
+    """Draw a slice that usually has pairs, since independent numbers nearly always give an empty one."""
     q0, k0 = draw(st.integers(0, 7)), draw(st.integers(0, 7))
     q1, k1 = draw(st.integers(q0 + 1, GRID)), draw(st.integers(k0 + 1, GRID))
     middle = k0 - q0 + draw(st.integers(-3, 3))
@@ -299,7 +299,7 @@ def tables(row: st.SearchStrategy[tuple[int, ...]], most: int = 6) -> st.SearchS
 
 
 def pairs(s: Ints, size: int, first: int = 0) -> Bools:
-    """The pairs of one slice with coordinates first..size, pair by pair."""
+    """Return the pairs of one slice with coordinates in ``first..size`` as a boolean matrix."""
     q0, q1, k0, k1, lo, hi = s.tolist()
     q, k = np.arange(first, size)[:, None], np.arange(first, size)[None, :]
     return (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= k - q) & (k - q <= hi)
@@ -517,7 +517,7 @@ def test_a_mask_mod_may_ignore_the_query_or_the_key() -> None:
 
 
 def test_a_mask_mod_in_several_chunks_joins_into_the_same_few_slices() -> None:
-    n = 4500  # 1 << 24 pairs a chunk: two chunks
+    n = 4500  # 1 << 24 pairs in a chunk make two chunks
     mask = from_mask_mod(lambda b, h, q, k: (q >= k) & (q - k < 300), n)
     assert len(mask.slices(n)) <= 3
     assert masks.area(mask.slices(n)).sum() == masks.area(window(299, 0).slices(n)).sum()

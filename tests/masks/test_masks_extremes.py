@@ -1,5 +1,5 @@
-"""Proves that numbers of any size make the mask they say: every named mask
-and conversion against a definition in plain Python integers.
+"""Proves that masks are right for numbers of any size: every named mask and conversion against a definition in plain
+Python integers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def matrix(sees: Sees, n: int) -> list[list[bool]]:
 
 
 def agrees(mask: Mask, sees: Sees, n: int) -> None:
-    """The mask is the definition, also after it was saved with a plan, and its plan computes every pair."""
+    """Check that a mask equals its definition, survives being saved with a plan, and that its plan
+    computes every pair.
+    """
     wanted = matrix(sees, n)
     assert mask.dense(n).tolist() == wanted
     plan = flexcp.Planner(2, 1, 8, cluster=flexcp.cluster("cpu", 1, 2), strategy="ring")([n], mask)
@@ -106,20 +108,20 @@ def test_from_slices(n: int, row: tuple[int, ...], band: list[int]) -> None:
 
 @pytest.mark.parametrize("huge", [sys.maxsize, 2**63, 10**20])
 def test_a_number_that_means_no_limit_is_no_limit(huge: int) -> None:
-    """What configurations write for "none" gives the mask without a limit, not merely one that looks like it."""
+    """Numbers that configurations use for "no limit" give the mask without a limit, not just an equivalent one."""
     assert flexcp.window(huge) == flexcp.window(None)
     assert flexcp.window(0, huge) == flexcp.window(0, None)
     assert flexcp.masks.lambda_(0, huge).dense(9).tolist() == flexcp.causal().dense(9).tolist()
 
 
 def test_a_large_window_keeps_its_number() -> None:
-    """Plans of windows that were always right keep their hashes."""
+    """A large finite window keeps its number, so that the hashes of its plans stay the same."""
     assert flexcp.window(10**15).params == (10**15, 0)
     assert flexcp.masks.lambda_(5, 2**61).params == (5, 2**61)
 
 
 def test_layers_find_a_window_without_a_limit() -> None:
-    """A layer says its window as a configuration does, with a number that no operator of torch can hold."""
+    """A layer gives its window as its configuration does, as a number that no torch operator can hold."""
     import torch
 
     planner = flexcp.Planner(1, 1, 4, dtype="float64", cluster=flexcp.cluster("cpu", 1, 1))
@@ -180,9 +182,7 @@ def test_absurd_numbers_are_refused_in_one_line(make: Callable[[], Any], words: 
 
 
 def test_more_answers_than_tokens_make_no_slices() -> None:
-    """A document of 40 tokens has at most a question and one answer when it is to be cut into thousands:
-    work follows tokens.
-    """
+    """A document of 40 tokens that is to have thousands of answers has at most a question and one answer."""
     slices = flexcp.masks.shared_question(2**14, 0.2).slices(40)
     assert slices[:, :4].tolist() == [[0, 40, 0, 8], [8, 40, 8, 40]]
 

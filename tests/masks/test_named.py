@@ -1,5 +1,5 @@
-"""Proves that the table of named masks is whole: what text, files,
-the command line and lines of code read of each mask is right.
+"""Proves that the table of named masks is complete and that text forms, plan files, the command line and generated code
+read the right values from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_row_is_tried() -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_mask_is_made_again_from_its_numbers(name: str) -> None:
-    """As a plan file does."""
+    """A plan file stores a mask as its name and numbers."""
     kind, mask = NAMED[name], SOME[name]
     assert mask.name == name
     assert kind.make(*kind.arguments(mask.params)) == mask
@@ -87,7 +87,7 @@ def test_the_example_of_a_text_form_is_the_mask(name: str) -> None:
 
 
 def test_the_command_line_shows_all_text_forms() -> None:
-    """It has a copy, because help must not load NumPy."""
+    """The command line has a copy of the text forms, because its help must not load NumPy."""
     assert MASKS == MASK_SIGNATURES
 
 
@@ -116,9 +116,7 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
 
 
 def test_a_window_says_in_words_what_it_sees() -> None:
-    """Its text form counts keys and its function tokens before a query,
-    so neither number alone would be read right by both.
-    """
+    """The text form counts keys and the function counts tokens before a query, so a bare number would be ambiguous."""
     assert str(parse_mask("window:4096")) == str(window(4095)) == "window of 4,096 keys"
     assert str(window(0)) == "window of 1 key"
     assert str(window(3, 2)) == "window of 3 keys before and 2 keys after"

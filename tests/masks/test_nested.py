@@ -1,4 +1,4 @@
-"""Slices of a tree found by rows: the same as by looking at all of them."""
+"""Proves that the search for a token tree's slices by rows finds the same as looking at all slices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_rows_meet_the_same_slices(seed: int, monkeypatch: pytest.MonkeyPatch) -
     given = random_batch(seed, LARGE)
     rng = np.random.default_rng(seed)
     documents = rng.integers(0, len(given.lengths), 60)
-    ends = np.sort(rng.integers(0, np.array(given.lengths)[documents] + 1, (2, 60)), axis=0)  # empty ranges among them
+    ends = np.sort(rng.integers(0, np.array(given.lengths)[documents] + 1, (2, 60)), axis=0)  # some are empty
     keys = np.zeros(60, np.int64), np.array(given.lengths)[documents]
     found = []
     for few in (0, 1 << 40):

@@ -1,5 +1,5 @@
-"""Proves trees: who sees whom against a walk from token to token, the tree of token ids,
-and what is told of wrong input.
+"""Proves token trees: which token sees which against a walk along the paths, trees built from token ids, and the errors
+for wrong input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexcp.masks.tree import MAX_WINDOW_SLICES, Tree, tree_of_mask
 def random_tree(
     rng: np.random.Generator, segments: int, longest: int = 4, roots: float = 0.1
 ) -> tuple[list[int], list[int]]:
-    """Parents and lengths in depth-first order; some segments are empty, the last is not."""
+    """Return random parents and lengths in depth-first order; some segments are empty, the last one is not."""
     above = [-1, *(-1 if rng.random() < roots else int(rng.integers(max(0, i - 4), i)) for i in range(1, segments))]
     order = flexcp.masks.tree_order(above)
     place = {segment: at for at, segment in enumerate(order)}
@@ -27,7 +27,7 @@ def random_tree(
 
 
 def walked(parents: list[int], lengths: list[int], left: int | None = None) -> tuple[np.ndarray, list[int]]:
-    """(who sees whom, depths), token by token along each path."""
+    """Return (which token sees which, depths), found token by token along each path."""
     starts = np.cumsum([0, *lengths])
     seen = np.zeros((starts[-1], starts[-1]), bool)
     found = []
@@ -51,7 +51,7 @@ def test_a_token_sees_its_path(seed: int, left: int | None) -> None:
     mask = flexcp.tree(parents, lengths, left=left)
     seen, places = walked(parents, lengths, left)
     assert np.array_equal(mask.dense(sum(lengths)), seen)
-    assert area(mask.slices(sum(lengths))).sum() == seen.sum()  # no pair twice
+    assert area(mask.slices(sum(lengths))).sum() == seen.sum()  # no pair is counted twice
     tree = tree_under(mask, sum(lengths))
     assert tree is not None and tree.depths().tolist() == places
     assert (depths(mask, sum(lengths)) is None) == (places == list(range(len(places))))
@@ -94,7 +94,7 @@ def test_trees_are_the_same_if_their_tokens_and_sequences_have_the_same_paths() 
         return tree_of_mask(flexcp.tree(*arguments))
 
     plain = tree([-1, 0, 0], [4, 2, 2])
-    assert plain.same_as(tree([-1, 0, 1, 1], [1, 3, 2, 2]))  # one segment in two
+    assert plain.same_as(tree([-1, 0, 1, 1], [1, 3, 2, 2]))  # one segment cut in two
     assert plain.same_as(tree([-1, 0, 0, 0], [4, 2, 2, 0], [1, 2]))  # a segment without tokens
     assert not plain.same_as(tree([-1, 0, -1], [4, 2, 2]))  # another path
     assert not plain.same_as(tree([-1, 0, 0], [4, 2, 2], [1]))
@@ -123,7 +123,7 @@ def test_the_window_of_a_layer_or_a_tree_is_known_where_it_only_looks_back() -> 
 def test_a_window_over_the_longest_sequence_takes_no_more_slices_than_no_window() -> None:
     plain = flexcp.tree([-1, 0, 0], [4, 2, 3])
     assert np.array_equal(windowed(plain, 6).slices(9), plain.slices(9)) and len(plain.slices(9)) == 3
-    for left, slices in ((5, 5), (1, 5), (0, 3)):  # a segment each, and the root for both others where it is in reach
+    for left, slices in ((5, 5), (1, 5), (0, 3)):  # one a segment, and the root for both others in reach
         mask = windowed(plain, left)
         assert len(mask.slices(9)) == NAMED["tree"].most_slices(mask, 9) == slices
     assert NAMED["tree"].most_slices(plain, 9) == 3
@@ -223,7 +223,7 @@ def test_a_tree_of_token_ids_has_every_sequence(seed: int, least: int) -> None:
     assert tree.saved == sum(map(len, sequences)) - len(tree)
     inner = {int(p) for p in tree.tree.parents if p >= 0}
     assert all(tree.tree.lengths[segment] >= least for segment in inner)
-    if least == 1:  # every different beginning once
+    if least == 1:  # every distinct prefix once
         assert len(tree) == len({tuple(ids[: n + 1].tolist()) for ids in sequences for n in range(len(ids))})
 
 
@@ -250,7 +250,7 @@ def test_wrong_sequences_are_one_clear_line(sequences: list, words: str) -> None
 
 
 def test_many_segments_take_no_quadratic_memory() -> None:
-    """10,000 segments: as many slices at most, and a path is as long as its tokens."""
+    """10,000 segments have at most as many slices."""
     rng = np.random.default_rng(0)
     parents, lengths = random_tree(rng, 10_000)
     mask: Mask = flexcp.tree(parents, lengths)
