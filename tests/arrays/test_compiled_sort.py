@@ -1,4 +1,4 @@
-"""Proves the compiled sort: the order of NumPy's stable one."""
+"""Proves the compiled sort: it gives the order of NumPy's stable sort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distinct values, sorted or marked: the same as ``np.unique``."""
+"""Proves that distinct values, found by sorting or by marking, are those of ``np.unique``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves the interval arithmetic of planning against point-by-point enumeration:
-every function, every edge of its contract.
+"""Proves the interval arithmetic of planning against point-by-point enumeration: every function, with
+its edge cases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def columns(rows: list[tuple[int, Interval]]) -> tuple[Ints, Ints, Ints]:
 
 
 def maximal_runs(points: list[tuple[int, bool]]) -> list[tuple[int, int, bool]]:
-    """Sorted labelled points as the longest runs of consecutive points that share a label."""
+    """Return the longest runs of consecutive points with the same label, from sorted labelled points."""
     found = []
     for (label, _), run in groupby(enumerate(points), key=lambda p: (p[1][1], p[1][0] - p[0])):
         members = [point for _, (point, _) in run]

@@ -1,8 +1,9 @@
-"""Proves that compiled loops are kept where they can be, found wherever they are, and run in any case.
+"""Proves that compiled loops are cached on disk where possible, found again in every folder that may hold them, and run
+in any case.
 
-A small module stands for the planners' loops; importing it again is what a new process does. Folders that cannot be
-written are real ones: a path below a file where no user could write, and a process that has become another user where
-rights decide.
+A small module stands for the planners' loops; importing it again is what a new process would do. Folders that cannot be
+written are real: a path below a file, where no user can write, and a process that has changed its user, where
+permissions decide.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ TOTAL = 2 * 10 + 4 * 10
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Folders, digests and warnings are remembered for a process; here every test is one."""
+    """Forget the folders, digests and warnings that a process remembers, so that every test starts like
+    a new process.
+    """
     yield
     forget()
 
@@ -78,7 +81,7 @@ def forget() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The small module, with the user's cache folder where nobody can write."""
+    """Write the small module, with the user's cache folder at a path where nobody can write."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere(tmp_path)))
     path = tmp_path / "package" / "compiled_small.py"
@@ -88,13 +91,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def nowhere(folder: Path) -> Path:
-    """A path below a file."""
+    """Return a path below a file, which cannot be created."""
     (folder / "file").touch()
     return folder / "file" / "below"
 
 
 def fresh(path: Path) -> ModuleType:
-    """The module as a new process would import it."""
+    """Return the module as a new process would import it."""
     forget()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -104,7 +107,7 @@ def fresh(path: Path) -> ModuleType:
 
 
 def records(caplog: pytest.LogCaptureFixture, path: Path, values: np.ndarray = VALUES) -> list[str]:
-    """What a new process logs when it runs the loops, which must give the right sum."""
+    """Return what a new process logs when it runs the loops, whose sum must be right."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "flexcp.compile"):
         assert fresh(path).total(values) == TOTAL
@@ -131,7 +134,7 @@ def test_compiled_once_and_found_again(source: Path, caplog: pytest.LogCaptureFi
 
 
 def test_nothing_is_printed(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (source.parent / "__pycache__").touch()  # no folder: so there is something to complain about
+    (source.parent / "__pycache__").touch()  # a file instead of a folder, so there is something to complain about
     assert fresh(source).total(VALUES) == TOTAL
     assert capfd.readouterr() == ("", "")
 
@@ -177,7 +180,7 @@ def test_where_nothing_can_be_written_loops_run_all_the_same(
 
 def test_a_home_that_is_nowhere_is_no_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry and without HOME
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home folder
     jit._folders.cache_clear()
     assert [folder.parent for folder in jit._folders(source)] == [source.parent / "__pycache__"]
 
@@ -192,7 +195,7 @@ def test_a_broken_file_is_replaced(source: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Compiled code has the code of others inside."""
+    """Compiled code may contain the code of functions from other files."""
     records(caplog, source)
     (source.parent / "compiled_other.py").write_text("# new\n")
     assert records(caplog, source) == BOTH
@@ -201,7 +204,7 @@ def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCapture
 
 
 def test_loops_of_the_whole_package_count(source: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loop may call others from a folder above or below its own."""
+    """A loop may call loops from a folder above or below its own."""
     (source.parent / "__init__.py").touch()
     inner = source.parent / "inner" / "compiled_small.py"
     inner.parent.mkdir()
@@ -226,7 +229,7 @@ def test_an_unknown_numba_compiles_plainly_and_a_warning_says_so(
     version: tuple[int, int],
     text: str,
 ) -> None:
-    """Nothing of Numba is used that another version may lack: the compiled function here can only be called."""
+    """With an unknown version nothing is used that it may lack: the compiled function here can only be called."""
     source.write_text(globals()[text])
     monkeypatch.setattr(numba, "version_info", SimpleNamespace(short=version))
     monkeypatch.setattr(numba, "__version__", "{}.{}.1".format(*version))
@@ -237,12 +240,12 @@ def test_an_unknown_numba_compiles_plainly_and_a_warning_says_so(
             "lost with this process: they are kept with Numba 0.60 to 0.68, and this is {}.{}.1".format(*version)
             in said
         )
-    # Python keeps its bytecode there, and nobody anything else.
+    # Only Python's own bytecode files are there.
     assert {path.suffix for path in source.parent.rglob("*") if path.is_file()} <= {".py", ".pyc"}
 
 
 class Plain:
-    """A compiled function without any of Numba's names."""
+    """A compiled function without any of Numba's attributes."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
@@ -258,7 +261,7 @@ def test_the_numba_at_hand_is_known() -> None:
 def test_another_processor_is_another_file(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Code for instructions that a processor lacks would end the process."""
+    """Code with instructions that a processor lacks would crash the process."""
     records(caplog, source)
     monkeypatch.setattr("numba.core.codegen.CPUCodegen.magic_tuple", lambda self: ("another", "processor", "+much"))
     assert records(caplog, source) == BOTH
@@ -340,7 +343,7 @@ def said_by(process: subprocess.Popen[str], refused: bool = False) -> list[str]:
 
 
 def open_to_all(folder: Path) -> None:
-    """Let everybody read a folder below pytest's own."""
+    """Let every user read a folder below pytest's own."""
     root = next(path for path in folder.parents if path.name.startswith("pytest-of-"))
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -350,7 +353,7 @@ def open_to_all(folder: Path) -> None:
 
 
 def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source: Path) -> None:
-    """An image: root ran ``flexcp warmup``, somebody without a home runs plans."""
+    """As in a container image: root ran ``flexcp warmup``, and a user without a home folder plans."""
     said_by(started(source))
     open_to_all(source.parent)
     if os.geteuid() != 0:
@@ -360,7 +363,7 @@ def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
 def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> None:
-    """A shared folder that everybody may write is not used at all."""
+    """A shared folder that everybody can write is not used at all."""
     said_by(started(source))
     open_to_all(source.parent)
     folder = kept(source.parent / "__pycache__")[0].parent
@@ -377,7 +380,7 @@ def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> 
 
 
 def planted(source: Path) -> tuple[Path, Path]:
-    """Kept files that, when they are executed, leave a mark; their folder, and the mark."""
+    """Replace the cached files by files that leave a mark when they are executed; return their folder and the mark."""
     assert fresh(source).total(VALUES) == TOTAL
     files, mark = kept(source.parent / "__pycache__"), source.parent / "mark"
     for file in files:
@@ -449,7 +452,7 @@ def test_what_others_may_have_written_is_never_executed(
 
 
 def test_what_the_user_wrote_is_executed(source: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So the tests above look at the right files."""
+    """Files of the user's own are executed, which shows that the tests above replace the right files."""
     _, mark = planted(source)
     records(caplog, source)
     assert mark.exists()
@@ -473,7 +476,7 @@ def test_folders_are_made_for_nobody_else_to_write(
 
 
 def test_a_kept_file_is_whole_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is not yet under the name that readers look for, and stays away from it when writing fails."""
+    """A file is written under another name and renamed when complete; if that fails, the old file stays."""
     private_files.write_own(tmp_path / "kept", "loop", b"old")
     names: list[list[str]] = []
     replace = os.replace
