@@ -1,10 +1,12 @@
-"""Shared fixtures: one pool of real ranks for the whole test session, because starting processes is what takes time.
+"""Shared fixtures: one pool of real ranks for the whole test session, because starting processes takes most of the
+time.
 
-Random examples are the same in every run, so that a green checkout stays green; ``make properties`` looks for new ones.
+Random examples are the same in every run, so that a passing checkout keeps passing; ``make properties`` looks for new
+ones.
 
 ``make test`` gives whole files to three workers in the order of collection. The longest files come first, so that no
-worker is left with one of them when the others are done. All workers, and what they start, compute with one thread:
-threads of many processes on two cores wait for each other more than they help.
+worker is left with one of them when the others are done. All workers and the processes they start compute with one
+thread, because threads of many processes on two cores mostly wait for each other.
 
 ``make test`` leaves out the tests that long_tests.py names, so that it ends within a quarter of an hour on two cores;
 ``make test-all`` (``--long``) runs everything.
@@ -72,7 +74,7 @@ LONGEST = [
     "test_accept.py",
     "test_plan_file.py",
 ]
-"""Files that take more than about 15 seconds; no two files have the same name."""
+"""Files that take more than about 15 seconds, in the order in which they run; no two test files have the same name."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first; all else as it was, without long tests unless they are asked for."""
+    """Put the longest files first, and leave out long tests unless ``--long`` is given."""
     if not config.getoption("--long"):
         long = long_among([item.nodeid for item in items])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in long])
@@ -93,12 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pool() -> Iterator[RankPool]:
     """Eight ranks on gloo; ``pool.run(function, ..., ranks=n)`` runs on the first n."""
     with RankPool(8) as ranks:
-        # Groups of all sizes are made now. Made later, one hung once: torch names groups by how many a rank has made,
-        # and tests make groups of their own on some ranks. Which tests ran before must not matter.
+        # Groups of all sizes are made now, because one made later can hang: torch names groups by how many a rank has
+        # made, and some tests make groups on some ranks only. Which tests ran before must not matter.
         for count in range(1, ranks.size):
             ranks.run(dist.get_world_size, ranks=count)
         yield ranks
-        # Ranks end by themselves when nobody can call them any more, so that make coverage hears what they ran.
+        # Ranks end by themselves when their pipes are closed, so that make coverage can record what they ran.
         for pipe in ranks.pipes:
             pipe.close()
         for process in ranks.processes:

@@ -3,8 +3,8 @@
     python tests/counts.py                   # this checkout
     python tests/counts.py OTHER             # another checkout beside this one, as "before" and "after"
 
-Words of a page are those outside blocks of code, comments and the rules of tables. Arguments are those that a call
-takes today, without ``self`` and what is kept for old spellings.
+Words of a page are those outside of code blocks, comments and the separator lines of tables. Arguments are those in a
+call's signature, without ``self`` and without the ``**`` argument that accepts old spellings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALLS = {
 
 
 def counts(root: Path) -> dict[str, str]:
-    """What is counted, in words, and how much there is of it."""
+    """Return what is counted, in words, and the counts."""
     source, docs = root / "src", root / "docs"
     results = sorted((docs / "results").glob("*.md"))
     manual = [page for page in sorted(docs.glob("*.md")) if page.name not in ("api.md", "lab-notes.md")]
@@ -63,13 +63,13 @@ def counts(root: Path) -> dict[str, str]:
 
 
 def words(page: Path) -> int:
-    """Words of a page as a reader sees it."""
+    """Return the number of words of a page as a reader sees it."""
     text = re.sub(r"^```.*?^```$|<!--.*?-->|<[^>\n]+>", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return len([word for word in text.split() if not re.fullmatch(r"[|#*-]+", word)])
 
 
 def public_names(module: Path) -> list[str]:
-    """The names in a module's ``__all__``."""
+    """Return the names in a module's ``__all__``."""
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
@@ -77,7 +77,7 @@ def public_names(module: Path) -> list[str]:
 
 
 def arguments(module: Path, path: str) -> int:
-    """How many arguments a function takes; ``path`` is its name behind those of its classes."""
+    """Return how many arguments a function takes; ``path`` is its name after the names of its classes."""
     node: ast.AST = ast.parse(module.read_text())
     for name in path.split("."):
         kinds = (ast.ClassDef, ast.FunctionDef)

@@ -1,10 +1,9 @@
-"""How long the functions of flexcp are, and how deeply their statements are nested, read from the source without
-running any of it.
+"""Measures how long the functions of flexcp are and how deeply their statements are nested, from the source alone.
 
     python tests/function_sizes.py           # the longest and the deepest
     python tests/function_sizes.py OTHER/src # those of another checkout
 
-Lines are counted from ``def`` to the last, with the docstring. A *level* is a block of statements: a function's body is
+Lines are counted from ``def`` to the end, docstring included. A *level* is a block of statements: a function's body is
 the first, the body of a loop, an ``if``, a ``with``, a ``try`` or a ``match`` in it the second, and so on. What follows
 ``elif`` or ``else`` is on the level of what follows the ``if``.
 """
@@ -41,12 +40,12 @@ IN_ONE_PIECE = {
     "executor.kernels.triton.forward._tile",
     "executor.kernels.triton.forward.forward_kernel",
 }
-"""GPU functions that may pass the limits; their docstrings say why, after "In one piece"."""
+"""GPU functions that may exceed the limits; their docstrings say why, after "In one piece"."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a function is; ``name`` is that of its module without ``flexcp.``, its classes and itself."""
+    """How large a function is; ``name`` is its module (without ``flexcp.``), its classes and its own name."""
 
     name: str
     lines: int
@@ -56,7 +55,7 @@ class Size:
 
     @property
     def too_large(self) -> bool:
-        """Whether it passes a limit."""
+        """Whether the function exceeds a limit."""
         return self.lines > MOST_LINES or self.levels > MOST_LEVELS
 
     def __str__(self) -> str:
@@ -64,12 +63,12 @@ class Size:
 
 
 def sizes(source: Path) -> list[Size]:
-    """The size of every function below ``source / "flexcp"``."""
+    """Return the size of every function below ``source / "flexcp"``."""
     return [size for name, path in module_files(source).items() for size in sizes_in(name, ast.parse(path.read_text()))]
 
 
 def sizes_in(name: str, tree: ast.AST) -> Iterator[Size]:
-    """The size of every function in a module, class or function of that name."""
+    """Yield the size of every function in a module, class or function called ``name``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -84,7 +83,7 @@ def sizes_in(name: str, tree: ast.AST) -> Iterator[Size]:
 
 
 def _levels(statement: ast.AST) -> int:
-    """Levels of one statement, itself the first; functions and classes inside it are not counted."""
+    """Return the levels of one statement, itself the first; functions and classes inside it are not counted."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return 1
     if isinstance(statement, ast.If) and len(statement.orelse) == 1 and isinstance(statement.orelse[0], ast.If):

@@ -1,12 +1,11 @@
-"""The house: which module of flexcp imports which, read from the source without running any of it,
-and the floors of its rooms.
+"""Reads from the source, without running it, which module of flexcp imports which, and checks the order of its rooms.
 
     python tests/house.py           # the numbers that CONTRIBUTING.md gives
     python tests/house.py OTHER/src # those of another checkout
 
 A *room* is a folder or a module directly in ``src/flexcp``, or a folder further down that :data:`FLOORS` names. An
-*arrow* goes from one room to another that it imports. Every import counts, also inside a function, and also where only
-a type is needed: whoever names the types of another room knows that room.
+*arrow* goes from one room to another that it imports. A room's *floor* is its place in :data:`FLOORS`. Every import
+counts, also inside a function, and also where only a type is needed, since that is a dependency too.
 """
 
 from __future__ import annotations
@@ -53,15 +52,16 @@ FLOORS = (
     "__init__",
     "__main__",
 )
-"""All rooms, from the ground up: a room may import those before it.
-The executor stands below the planners and so cannot import them.
+"""All rooms, from the ground up: a room may import only those before it.
+
+The executor comes before the planners, so it cannot import them.
 """
 
 PLANNING = (*FLOORS[: FLOORS.index("plan") + 1], "schedule", "simulator", "planners", "planner", "compare")
 """Rooms that work without torch."""
 
 TAKES_TORCH = {"masks.conversions"}
-"""The one module of them that may load torch: it evaluates a ``mask_mod``, which is a function of tensors."""
+"""The one planning module that may load torch: it evaluates a ``mask_mod``, which is a function of tensors."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,16 @@ class Import:
     target: str
     line: int
     for_types: bool
-    """Under ``if TYPE_CHECKING``: nothing is loaded."""
+    """Whether the import is under ``if TYPE_CHECKING``, so that nothing is loaded."""
 
     def __str__(self) -> str:
         return f"{self.source}, line {self.line}, imports {self.target}"
 
 
 def module_files(source: Path) -> dict[str, Path]:
-    """The modules below ``source / "flexcp"`` without that name; a package is its folder's name,
-    flexcp itself ``__init__``.
+    """Return the modules below ``source / "flexcp"`` by their names without ``flexcp.``.
+
+    A package has its folder's name, flexcp itself is ``__init__``.
     """
     found = {}
     for path in sorted((source / "flexcp").rglob("*.py")):
@@ -90,7 +91,7 @@ def module_files(source: Path) -> dict[str, Path]:
 
 
 def imports(source: Path) -> list[Import]:
-    """All imports of all modules."""
+    """Return all imports of all modules."""
     files = module_files(source)
     return [found for name, path in files.items() for found in _imports_of(name, ast.parse(path.read_text()), files)]
 
@@ -111,7 +112,7 @@ def _imports_of(name: str, tree: ast.Module, files: dict[str, Path]) -> Iterator
 
 
 def _with_types(node: ast.AST, for_types: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """All nodes, and whether each stands under ``if TYPE_CHECKING``."""
+    """Yield all nodes, and whether each is under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         inside = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and child in node.body
         yield child, for_types or inside
@@ -119,7 +120,7 @@ def _with_types(node: ast.AST, for_types: bool) -> Iterator[tuple[ast.AST, bool]
 
 
 def _module(target: str, files: dict[str, Path]) -> str:
-    """What ``flexcp.plan.plan.Plan`` is imported from: ``plan.plan``."""
+    """Return the module that a name is imported from: ``plan.plan`` for ``flexcp.plan.plan.Plan``."""
     first, *parts = target.split(".")
     if first != "flexcp":
         return target
@@ -129,13 +130,13 @@ def _module(target: str, files: dict[str, Path]) -> str:
 
 
 def room_of(module: str) -> str:
-    """The room of a module of flexcp."""
+    """Return the room of a module of flexcp."""
     within = [room for room in FLOORS if module == room or module.startswith(room + ".")]
     return max(within, key=len) if within else module.split(".")[0]
 
 
 def arrows(found: list[Import], files: dict[str, Path]) -> dict[tuple[str, str], list[Import]]:
-    """Pairs of rooms of which the first imports the second, and by which imports."""
+    """Return the pairs of rooms of which the first imports the second, with these imports."""
     pairs: dict[tuple[str, str], list[Import]] = {}
     for each in found:
         if each.target in files:
@@ -146,7 +147,7 @@ def arrows(found: list[Import], files: dict[str, Path]) -> dict[tuple[str, str],
 
 
 def reached(start: str, pairs: set[tuple[str, str]]) -> set[str]:
-    """Everything that can be reached from ``start``."""
+    """Return all rooms or modules that can be reached from ``start``."""
     met, waiting = set[str](), [start]
     while waiting:
         here = waiting.pop()
@@ -157,9 +158,7 @@ def reached(start: str, pairs: set[tuple[str, str]]) -> set[str]:
 
 
 def ways_to_torch(found: list[Import]) -> list[str]:
-    """Modules of the planning side that load torch, themselves or through others,
-    with the import that does it first.
-    """
+    """Return the planning modules that load torch, directly or through others, with the import that loads it."""
     loading = [each for each in found if not each.for_types and each.source not in TAKES_TORCH]
     steps = {(each.source, target) for each in loading for target in _loaded(each.target)}
     direct = {each.source: each for each in loading if each.target.split(".")[0] == "torch"}
@@ -171,20 +170,20 @@ def ways_to_torch(found: list[Import]) -> list[str]:
 
 
 def _loaded(target: str) -> Iterator[str]:
-    """A module and the packages around it, which are loaded before it."""
+    """Return a module and the packages around it, which are loaded before it."""
     parts = target.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def circles(pairs: set[tuple[str, str]]) -> list[list[str]]:
-    """Groups of rooms that all reach each other."""
+    """Return groups of rooms that all import each other, directly or through others."""
     reach = {room: reached(room, pairs) for pair in pairs for room in pair}
     found = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in reach if a in reach[a]}
     return sorted(map(list, found))
 
 
 def arrows_up(pairs: dict[tuple[str, str], list[Import]]) -> list[str]:
-    """What stands on a lower floor than a room that it imports."""
+    """Return the imports of rooms on a higher floor than the importing room."""
     height = {room: floor for floor, room in enumerate(FLOORS)}
     up = [found for (low, high), found in pairs.items() if height[low] < height[high]]
     return [f"{each} ({room_of(each.source)} stands below {room_of(each.target)})" for found in up for each in found]

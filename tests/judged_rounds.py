@@ -1,4 +1,4 @@
-"""A judge of rounds, for tests of rounds and of whole plans: counts by hand from the transfers."""
+"""Checks rounds for the tests of rounds and of whole plans, by counts from the transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexcp.shape import Shape
 
 
 def judge(rounds: Rounds, program: Program, shape: Shape, machine: Cluster) -> None:
-    """All invariants, from the transfers alone."""
+    """Check all invariants of rounds, from the transfers alone."""
     messages: Counter[tuple[int, int, int, int]] = Counter()
     t, size = program.transfers, program.transfers.bytes(shape).tolist()
     for stage, source, target, n in zip(t.stage.tolist(), t.source.tolist(), t.target.tolist(), size, strict=True):

@@ -1,7 +1,7 @@
-"""Which tests ``make test`` leaves out: they prove with other values what a shorter test proves.
+"""Lists the tests that ``make test`` leaves out because a shorter test shows the same with other values.
 
-``make test-all`` (``pytest --long``) runs everything. Names are node ids without ``tests/``. What is sampled keeps the
-first of its cases and every so-many-th after it; the times that decided were CPU seconds of two slow cores.
+``make test-all`` (``pytest --long``) runs everything. Names are node ids without ``tests/``. Of sampled tests the first
+case is kept and every n-th after it. Tests were chosen by their CPU seconds on two slow cores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ LEFT_OUT = (
     # Another test of the same file compiles a model, under more conditions.
     "frameworks/test_parallelisms.py::test_a_whole_model_compiles_without_a_graph_break",
     "frameworks/test_averaging.py::test_a_hugging_face_loss_is_said_where_it_is_trained_on[DDP, compiled]",
-    # The Trainer's own resume stays; these are the same promise under other trainers. make trainers runs them too.
+    # The Hugging Face Trainer's own resume test stays; these test the same under other trainers. make trainers runs
+    # them too.
     "frameworks/test_trainer_resumes.py::",
     "frameworks/test_torchtitan.py::test_torchtitans_trainer_trains_the_same_model",
     "frameworks/test_trainer_examples.py::test_a_trainer_logs_what_one_process_does[torchtitan_pretrain]",

@@ -1,5 +1,5 @@
-"""Proves the batch: areas and cuts of its masks against dense matrices, documents against the stream,
-every refusal of make_batch.
+"""Proves the batch: areas and cuts of its masks against dense matrices, positions of documents in the stream, and every
+error of make_batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ masks = st.sampled_from(
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Batch, list[dict[str, Mask]]]:
-    """A batch of two masks, the second one chosen per document; and each document's masks by name."""
+    """Draw a batch of two masks, the second one chosen for each document, and each document's masks by name."""
     many = draw(lengths)
     one, layers = draw(masks), (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
     each = [draw(st.one_of(masks, st.just(from_slices(n, [(0, n // 2, 0, n, None, None)])))) for n in many]
@@ -35,7 +35,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, list[dict[str, Mask]]]:
 
 @st.composite
 def queries(draw: st.DrawFn, batch: Batch) -> Ints:
-    """Columns document, q0, q1, k0, k1 of random (also empty or inverted) ranges."""
+    """Draw columns document, q0, q1, k0, k1 of random ranges, some of them empty or inverted."""
     rows = []
     for _ in range(draw(st.integers(0, 8))):
         d = draw(st.integers(0, batch.documents - 1))

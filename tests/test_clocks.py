@@ -1,7 +1,7 @@
-"""Proves that a clock that is set while flexcp runs changes nothing:
-time limits and measurements ask clocks that only go forward.
+"""Proves that changing the system's clock while flexcp runs changes nothing: time limits and measurements use clocks
+that only go forward.
 
-The wall clock is read only for names and dates of files.
+The wall clock is read only for dates in files and their names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WALL = {
     ("time", "localtime"),
 }
 MAY = {"telemetry/dump.py", "cli/commands/bench_step.py", "measure/accept/accept.py"}
-"""They write dates into files."""
+"""Files that may read the wall clock, because they write dates into files."""
 
 
 def readers_of_the_wall_clock(path: Path) -> list[int]:
-    """Lines of a file that read it."""
+    """Return the lines of a file that read the wall clock."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(path.read_text()))

@@ -1,5 +1,5 @@
-"""Proves that clusters are what their presets say, that speed factors are whole per mille,
-and that no impossible machine is accepted.
+"""Proves that clusters are what their presets say, that speed factors are whole numbers per mille, and that impossible
+machines are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_a_preset_is_made_of_whole_numbers(name: str) -> None:
 
 def test_links_are_those_of_the_named_settings() -> None:
     gigabits = {name: cluster(name).inter_mbps * 8 / 1000 for name in PRESETS}
-    assert gigabits["a100"] * 8 == 4 * 100  # four 100 Gb/s ports for the 8 of a node
+    assert gigabits["a100"] * 8 == 4 * 100  # four 100 Gb/s ports for 8 GPUs
     assert gigabits["h100"] == gigabits["h200"] == 400
     assert gigabits["h20"] == 200
 

@@ -1,4 +1,6 @@
-"""Proves that costs are exact integers, that they follow their formulas, and that a cost model survives its file."""
+"""Proves that costs are exact integers and follow their formulas, and that a saved cost model is read
+back unchanged.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def ints(*values: int) -> Any:
 
 def test_attention_takes_its_flops_at_its_efficiency() -> None:
     cost = CostModel(forward_efficiency=500, backward_efficiency=250)
-    # 2 * (64 + 32) FLOPs a pair and head at 500 FLOPs a nanosecond; the second rank is half as fast.
+    # 2 * (64 + 32) FLOPs for each pair and head at 500 FLOPs a nanosecond; the second rank is half as fast.
     assert cost.attention_ns(ints(10**6, 10**6), SHAPE, ROUND, False).tolist() == [384_000, 768_000]
     # 2.5 times the FLOPs at half the efficiency.
     assert cost.attention_ns(ints(10**6, 10**6), SHAPE, ROUND, True).tolist() == [1_920_000, 3_840_000]
@@ -73,7 +75,7 @@ def test_linear_time_counts_projections_and_feed_forward() -> None:
     flops = 2 * (100 * 8 * 96 + 100 * 2 * 96 + 3 * 100 * 300 * 2)
     assert model.linear_flops_per_token(SHAPE) == flops
     cost = CostModel(model=model, linear_efficiency=1000)
-    # Forward and twice that backward, at 1000 FLOPs a nanosecond.
+    # Forward, and twice as much backward, at 1000 FLOPs a nanosecond.
     assert cost.linear_ns(ints(1000, 1000), SHAPE, ROUND).tolist() == [3 * flops, 6 * flops]
 
 

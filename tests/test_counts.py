@@ -1,4 +1,4 @@
-"""Proves that what is counted of a checkout is what a reader would count."""
+"""Proves that the counts of a checkout are what a reader would count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that old spellings work, with a warning that says the new one, and that nothing of ours uses them."""
+"""Proves that old spellings work, with a warning that gives the new one, and that flexcp's own files do
+not use them.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_mistakes_are_named(given: dict[str, Any], error: type[Exception], messa
 
 
 def files(*kinds: str) -> list[Path]:
-    """Tracked files of these kinds, without this one."""
+    """Return tracked files with these endings, except this one."""
     listed = subprocess.run(["git", "ls-files", "-z", *OURS], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -101,7 +103,7 @@ def test_nothing_of_ours_uses_a_name_that_moved() -> None:
 
 
 def old_arguments(text: str) -> list[str]:
-    """Old arguments of calls of a Loader in Python source."""
+    """Return the old arguments in calls of a Loader in Python source."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     loaders = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == "Loader"]
     return [word.arg for call in loaders for word in call.keywords if word.arg in OLD_ARGUMENTS]

@@ -1,4 +1,4 @@
-"""Proves that functions stay as short and as flat as a person can read, and that the rule sees those that are not."""
+"""Proves that functions stay within the limits on length and depth, and that the check finds those that do not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from house import SOURCE
 
 
 def test_no_function_is_too_long_or_too_deep() -> None:
-    """GPU functions that are listed may be, where their docstring says why."""
+    """Listed GPU functions may exceed the limits if their docstring says why."""
     large = {size.name: size for size in sizes(SOURCE) if size.too_large}
     unlisted = [str(size) for name, size in large.items() if name not in IN_ONE_PIECE]
     assert not unlisted, f"over {MOST_LINES} lines or {MOST_LEVELS} levels; take out a part that has a name: {unlisted}"

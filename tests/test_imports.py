@@ -1,6 +1,7 @@
-"""Proves that rooms import one way, and that flexcp is light.
+"""Proves that flexcp's rooms (folders and modules at the top) import each other in one direction only, and that
+importing flexcp loads little.
 
-Imports are read from the source (house.py). What importing, planning and asking for help must not load is looked at in
+Imports are read from the source (house.py). What importing, planning and asking for help must not load is checked in
 fresh interpreters.
 """
 
@@ -50,7 +51,7 @@ finally:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Top-level modules in ``sys.modules`` after running ``code`` in a new interpreter."""
+    """Return the top-level modules in ``sys.modules`` after running ``code`` in a new interpreter."""
     report = "\nimport json, sys\nprint(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     result = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -100,7 +101,7 @@ def test_every_public_name_resolves() -> None:
 
 
 def test_rooms_and_their_modules_are_attributes_without_an_import_of_their_own() -> None:
-    """Every name as the API page writes it, after ``import flexcp`` alone."""
+    """Every name can be written as on the API page, after ``import flexcp`` alone."""
     page = (house.SOURCE.parent / "docs" / "api.md").read_text()
     names = set(re.findall(r"^(flexcp\.(?:data|frameworks|masks|report)\.[\w.]+)\(", page, re.MULTILINE))
     known = {"flexcp.frameworks.used", "flexcp.data.Loader", "flexcp.masks.prefix", "flexcp.report.page.write_report"}
@@ -129,7 +130,7 @@ def test_every_module_is_in_a_room_that_has_a_floor() -> None:
 
 
 def test_the_tour_shows_the_rooms_in_this_order() -> None:
-    """The first column of CONTRIBUTING's table."""
+    """The first column of the table in CONTRIBUTING.md lists the rooms in the order of ``FLOORS``."""
     text = (house.SOURCE.parent / "CONTRIBUTING.md").read_text()
     table = text.split("| room | what belongs here |\n| --- | --- |\n")[1].split("\n\n")[0]
     shown = [name for row in table.splitlines() for name in row.split(" | ")[0].strip("| ").split(", ")]
@@ -142,7 +143,7 @@ def test_few_modules_lie_in_the_root() -> None:
 
 @cache
 def own_imports() -> list[house.Import]:
-    """Read once: that takes seconds."""
+    """Return flexcp's imports, read only once because that takes seconds."""
     return house.imports(house.SOURCE)
 
 
@@ -165,7 +166,7 @@ def test_the_executor_reaches_no_planner(room: str) -> None:
 
 
 def made_house(folder: Path, modules: dict[str, str]) -> list[house.Import]:
-    """The imports of a package named flexcp with these modules."""
+    """Return the imports of a package named flexcp with these modules."""
     for name, text in {"__init__": "", **modules}.items():
         path = folder / "flexcp" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

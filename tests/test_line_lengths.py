@@ -1,4 +1,4 @@
-"""Proves that no line of Python is wider than a reader's window, and that nothing is left out of formatting."""
+"""Proves that no line of Python is wider than 120 columns, and that no code is excluded from formatting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_COLUMNS = 120
 
 
 def faults(text: str) -> Iterator[str]:
-    """Line and reason of what is too wide, and of comments that turn the formatter off."""
+    """Yield line and reason for each line that is too wide and each comment that turns the formatter off."""
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > MOST_COLUMNS:
             yield f"{number}: {len(line)} columns"
@@ -25,7 +25,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def test_no_tracked_file_has_a_wide_line_or_an_unformatted_part() -> None:
-    """The linter alone lets lines pass that end in an address or in a comment for another tool."""
+    """The linter alone accepts long lines that end in a URL or in a comment for another tool."""
     listed = subprocess.run(["git", "ls-files", "-z", "*.py"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")

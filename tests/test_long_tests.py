@@ -1,4 +1,4 @@
-"""Proves that what ``make test`` leaves out exists, and that of sampled cases the first stays."""
+"""Proves that the tests which ``make test`` leaves out exist, and that the first of sampled cases stays."""
 
 from __future__ import annotations
 
