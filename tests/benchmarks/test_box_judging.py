@@ -1,4 +1,6 @@
-"""Proves how steps of the box are judged, and what its machines are."""
+"""Tests of how predicted step times are judged against steps measured in the emulated cluster (the *box*), and of the
+machines that it emulates.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +86,6 @@ def test_hosts_pay_for_slots_and_for_pieces_at_both_ends() -> None:
     moves = int(np.sum(program.transfers.source != program.transfers.target))
     own = len(program.transfers) - moves
     assert host_ns(HOST, plan, False).sum() == 1000 * plan.ranks * program.stages + 100 * (2 * moves + own)
-    # What hosts do is in the prediction, beside what is paced.
+    # The prediction includes the work of the hosts (CPUs), beside the paced compute and transfers.
     slow = Machine(machine().cluster, machine().cost, Host(50_000_000, 100, 10, 500, NOTHING))
     assert slow.predicted_ms(plan) > machine().predicted_ms(plan) + 2 * 50

@@ -1,4 +1,4 @@
-"""Proves that the pictures of the main results are drawn from the tables that pages show today."""
+"""Tests that the pictures of the main results are drawn from the tables that the docs show now."""
 
 from __future__ import annotations
 
