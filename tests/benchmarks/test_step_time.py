@@ -1,4 +1,4 @@
-"""Tests of the step timer: "communication" sends messages without computing, "compute" computes without waiting for
+"""Tests of the step timer: "communication" sends messages without computing, "compute" computes without real
 messages, and "whole" gives the same results for all plans.
 """
 

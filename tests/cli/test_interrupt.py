@@ -49,8 +49,8 @@ FUZZ = "fuzz --cases 100000 --ranks-share 0.5 --most-ranks 2 --jobs 2"
 )
 def test_an_interrupted_command_leaves_nothing_behind(words: str, count: int, seconds: float, tmp_path: Path) -> None:
     """The demo has five processes: the command, its resource tracker, the fork server and two ranks. The plan is made
-    by a copy of flexcp without compiled Numba loops; compiling takes a minute, and the plan is interrupted when the first
-    loop is in the cache folder.
+    by a copy of flexcp without compiled Numba loops; compiling takes a minute, and the plan is interrupted when the
+    first loop is in the cache folder.
     """
     cold = tmp_path / "cold"
     if words == PLAN:
