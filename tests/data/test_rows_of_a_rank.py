@@ -51,8 +51,7 @@ def test_a_budget_of_one_token_is_one_token_a_batch() -> None:
 
 
 def test_segments_are_the_ranges_of_documents_in_the_order_of_local_rows() -> None:
-    """Compared token by token for two ranks of a zigzag plan, each of which keeps two runs of a document that is cut.
-    """
+    """Compared token by token for two ranks of a zigzag plan, each of which keeps two runs of a cut document."""
     placement = planner(2, "zigzag")([10, 6]).placement
     for rank in range(2):
         kept = segments(placement, rank)

@@ -66,8 +66,7 @@ def slowed(rank: int, slow: int | None) -> Any:
 
 
 def trained(group: Any, state: dict[str, Any] | None, steps: int, every: int, slow: int | None) -> dict[str, Any]:
-    """Return the hashes and the work of the steps' plans, and the loader's state before the first and after the last.
-    """
+    """Return the hashes and the work of the steps' plans, and the loader's states before and after them."""
     rank, ranks = group.rank(), group.size()
     telemetry = flexcp.Telemetry() if every else None
     options: dict[str, Any] = {"budget": 500, "lookahead": LOOKAHEAD, "workers": 1, "telemetry": telemetry}

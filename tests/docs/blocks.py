@@ -26,8 +26,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code. ``ranks`` is 0 if it runs in one process; ``excuse`` says why it does not run, if it does not.
-    """
+    """A block of code. ``ranks`` is 0 if it runs in one process; ``excuse`` says why it does not run at all."""
 
     page: str
     line: int

@@ -1,5 +1,4 @@
-"""Tests that commands in blocks of README and docs run, and that commands named in the text exist with their options.
-"""
+"""Tests that commands in blocks of README and docs run, and that commands named in text exist with their options."""
 
 from __future__ import annotations
 
