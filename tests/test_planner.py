@@ -242,7 +242,7 @@ def test_a_torch_dtype_is_a_dtype() -> None:
 
 
 def test_numpy_integers_are_integers() -> None:
-    """Lengths and mask parameters often come out of arrays."""
+    """Lengths and mask parameters are often elements of NumPy arrays."""
     masks = (flexcp.window(5, 1), flexcp.window(np.int64(5), np.int64(1)))  # type: ignore[arg-type]
     assert planner()(LENGTHS, masks[0]).hash == planner()(np.array(LENGTHS), masks[1]).hash
     counts = {"max_tokens_per_rank": 300, "effort": 3}
@@ -396,7 +396,7 @@ def test_a_wrong_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks_per_node of at least 1; got -8"):
         flexcp.cluster("h100", ranks_per_node=-8)
     with pytest.raises(ValueError, match=r"\(4 nodes of 0 ranks\)"):
-        flexcp.cluster("h100", nodes=4, ranks_per_node=2 // 4)  # more nodes than ranks
+        flexcp.cluster("h100", nodes=4, ranks_per_node=2 // 4)  # 2 ranks over 4 nodes would be 0 a node
     with pytest.raises(ValueError, match=r"speed factor of rank 1 is nan"):
         flexcp.cluster("h100", 1, 2, speeds=[1.0, float("nan")])
     with pytest.raises(ValueError, match=r"3 speed factors for 1 nodes x 2 ranks"):

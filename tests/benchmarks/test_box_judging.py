@@ -30,7 +30,8 @@ def machine(ports: tuple[Port, Port] = (UNLIMITED, UNLIMITED)) -> Machine:
 def test_pairs_count_where_they_are_predicted_apart_on_one_machine() -> None:
     steps = [step("auto = groups", 100, 100), step("ring", 120, 111), step("zigzag", 90, 112), step("dp", 500, 105)]
     found = order(steps)
-    assert (found.pairs, found.right) == (2, 1)  # ring behind auto is right, zigzag is not; dp is too near to all
+    # That ring is slower than auto is right, that zigzag is slower is wrong; the prediction of dp is too near to all.
+    assert (found.pairs, found.right) == (2, 1)
     other = [step("auto", 100, 100), step("ring", 100, 200, load=1.0), step("dp", 100, 200, batch="one")]
     assert order(other).pairs == 0
     assert regrets(steps) == [pytest.approx(100 / 90)]

@@ -196,7 +196,7 @@ class Failing(Small):
 
 
 def run_after_a_failure(group: dist.ProcessGroup, gradients: Gradients, wrapping: str) -> dict[str, Any]:
-    """:func:`run_small`, after the forward of a model that FSDP2 averages ended in an exception."""
+    """Call :func:`run_small` after the forward of another model under FSDP2 ended in an exception."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 

@@ -249,7 +249,7 @@ def test_a_model_of_two_steps_has_one_loss(two: RankPool, reentrant: bool) -> No
 
 @pytest.mark.parametrize("wrapper", ["DDP", "DDP, registered", "DDP, compiled", "DDP, as a tuple", "DDP, own loss"])
 def test_a_hugging_face_loss_is_said_where_it_is_trained_on(two: RankPool, wrapper: str) -> None:
-    """Passing ``gradients=`` to the model is not enough: a user's own mean over the logits is still warned of."""
+    """The keywords of ``huggingface.inputs`` are not enough: a user's own mean over the logits is warned of."""
     for found in two.run(run_huggingface, "averaged", wrapper):
         assert len(found["warnings"]) == (1 if wrapper == "DDP, own loss" else 0)
 

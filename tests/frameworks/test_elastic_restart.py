@@ -41,7 +41,7 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
 def test_weights_are_a_stock_checkpoint_and_load_from_one(
     pool: RankPool, run: tuple[Path, list[dict[str, Any]]]
 ) -> None:
-    """Transformers alone reads what a run wrote, and a sharded model on ranks begins from what Transformers wrote."""
+    """Transformers alone loads the weights that a run saved, and a sharded model loads what Transformers saved."""
     from transformers import AutoModelForCausalLM
 
     weights = run[0] / "weights"

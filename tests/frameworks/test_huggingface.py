@@ -100,7 +100,7 @@ def test_positions_that_nobody_gave_are_the_steps(models: dict[str, Any], family
     assert huggingface.masks(model) == huggingface.masks(model.config)
     order = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
     plan = permuting_planner(family)(LENGTHS, masks=huggingface.masks(make_config(family)), layout=[order])
-    for _ in range(2):  # with a new step
+    for _ in range(2):  # the step of each turn is used by several forwards
         step = flexcp.bind(plan)
         for arguments, more in (((), {"position_ids": None}), ((), {}), ((None, None), {})):
             logits = model(step.shard(TOKENS)[None], *arguments, use_cache=False, step=step, **more).logits[0]
@@ -279,7 +279,7 @@ def test_labels_that_the_loss_would_pass_over_are_refused(models: dict[str, Any]
 
 
 def test_a_forward_that_failed_leaves_nothing_to_the_next(pool: RankPool) -> None:
-    """A rank without tokens runs one dummy row; only the outputs of that forward may have it cut off."""
+    """A rank without tokens runs one dummy row, which must be removed from the outputs of that forward alone."""
     assert all(pool.run(rows_after_a_failure, ranks=3))
 
 

@@ -90,7 +90,7 @@ def write_example(path: Path) -> int:
 
 
 def write_few_rows(path: Path) -> int:
-    """Write a page with most kinds of sections, whose plan is on two ranks so that tables have few rows."""
+    """Write a page with every kind of section, with a plan on two ranks so that tables have few rows."""
     plan = flexcp.Planner(**HEADS, cluster=flexcp.cluster("h100", 2, 1), strategy="blocks")([900, 31])
     kinds = every_kind()
     return write_report(path, [kinds[0], timed_plan(plan), *kinds[3:]], "Few rows")

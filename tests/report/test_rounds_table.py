@@ -12,7 +12,7 @@ def plan_for(strategy: str, nodes: int, ranks: int) -> Plan:
 
 
 def test_an_exchange_of_all_with_all_worked_out_by_hand() -> None:
-    """With two nodes of two ranks, each rank has one peer inside its node and two across, and no link is idle."""
+    """With two nodes of two ranks, each rank has one peer inside its node and two across, and no rank waits."""
     plan = plan_for("allgather", 2, 2)
     assert rounds_columns(plan, False) == {
         "stage": [1, 1],
