@@ -1,9 +1,10 @@
-"""Proves the planner's front door: every wrong input is refused with the value and the way out, and a plan is a pure
+"""Tests of ``Planner``: every wrong input is refused with the offending value and the way out, and a plan is a pure
 function of its input.
 
 The same input gives the same hash in this process, in another one, under another PYTHONHASHSEED, and on another
-machine: the golden hashes of ``golden_hashes.json`` (what is placed and moves) and ``golden_plan_hashes.json`` (and how
-it is executed) hold on x86 and ARM. After a wanted change of planning, write them anew with
+machine, x86 or ARM. The golden hashes are in ``golden_hashes.json`` (of placements and transfers) and in
+``golden_plan_hashes.json`` (also of how plans are executed). After an intended change of planning, write them again
+with
 
     python tests/test_planner.py --write
 """
@@ -47,7 +48,7 @@ def planner(ranks: int = 4, heads: int = 8, kv_heads: int | None = 4, **options:
 
 @cache
 def golden_plans() -> dict[str, Plan]:
-    """Plans whose hashes are fixed: among them every strategy, several masks, layouts, limits, dtypes and clusters."""
+    """Return plans whose hashes are fixed, of many strategies, masks, layouts, limits, dtypes and clusters."""
     two_nodes = flexcp.cluster("h200", 2, 4)
     uneven = flexcp.cluster("a100", 2, 4, [1.0, 1.0, 0.5, 1.0, 1.0, 0.9, 1.0, 1.0])
     scattered = [list(range(rank, sum(LENGTHS), 8)) for rank in range(8)]
@@ -105,7 +106,7 @@ def golden_hashes() -> dict[str, str]:
 
 
 def golden_moves() -> dict[str, str]:
-    """The hashes without how plans are executed: they stay where placements and transfers do."""
+    """Return hashes of placements and transfers, which do not depend on how plans are executed."""
     return {name: version_1_hash(plan) for name, plan in golden_plans().items()}
 
 
@@ -188,7 +189,7 @@ def variations() -> dict[str, Plan]:
         "link": planner(cluster=replace(where, inter_mbps=1))(**base),
         "cost": planner(cost=CostModel(linear_efficiency=1))(**base),
         "strategy": planner(strategy="ring")(**base),
-        # A ring places the same whatever the machine costs; the hash still tells.
+        # A ring has the same placement whatever the cost model is, but its hash must still differ.
         "cost of a ring": planner(strategy="ring", cost=CostModel(linear_efficiency=1))(**base),
         "link of a ring": planner(strategy="ring", cluster=replace(where, inter_mbps=1))(**base),
         "degree": planner(strategy="ring:2")(**base),
@@ -224,7 +225,7 @@ def test_defaults_are_what_the_documentation_says() -> None:
 
 @pytest.mark.parametrize("lengths", [[4096] * 8, [60_000, 300, 20, 7], [500, 1], [30_000, 29_000, 5_000, *[100] * 40]])
 def test_a_plan_says_which_strategy_placed_it(lengths: list[int]) -> None:
-    """Also one from a file; asking for that strategy gives the same placement."""
+    """A plan loaded from a file says so as well, and planning with that strategy gives the same placement."""
     asked = planner(strategy="auto")(lengths)
     chosen = planner(strategy=asked.strategy)(lengths)
     assert asked.requested == "auto" and asked.strategy.partition(":")[0] in set(STRATEGIES) - {"auto"}
@@ -241,7 +242,7 @@ def test_a_torch_dtype_is_a_dtype() -> None:
 
 
 def test_numpy_integers_are_integers() -> None:
-    """Lengths and mask parameters often come out of arrays."""
+    """Lengths and mask parameters are often elements of NumPy arrays."""
     masks = (flexcp.window(5, 1), flexcp.window(np.int64(5), np.int64(1)))  # type: ignore[arg-type]
     assert planner()(LENGTHS, masks[0]).hash == planner()(np.array(LENGTHS), masks[1]).hash
     counts = {"max_tokens_per_rank": 300, "effort": 3}
@@ -395,7 +396,7 @@ def test_a_wrong_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks_per_node of at least 1; got -8"):
         flexcp.cluster("h100", ranks_per_node=-8)
     with pytest.raises(ValueError, match=r"\(4 nodes of 0 ranks\)"):
-        flexcp.cluster("h100", nodes=4, ranks_per_node=2 // 4)  # more nodes than ranks
+        flexcp.cluster("h100", nodes=4, ranks_per_node=2 // 4)  # 2 ranks over 4 nodes would be 0 a node
     with pytest.raises(ValueError, match=r"speed factor of rank 1 is nan"):
         flexcp.cluster("h100", 1, 2, speeds=[1.0, float("nan")])
     with pytest.raises(ValueError, match=r"3 speed factors for 1 nodes x 2 ranks"):

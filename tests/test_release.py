@@ -1,8 +1,8 @@
-"""Proves what people install: wheel and sdist hold what the package needs and nothing else,
-and work in an environment of their own.
+"""Tests of what users install: wheel and sdist hold what the package needs and nothing else, and the wheel works in a
+new environment.
 
-It sees the packages flexcp depends on, but not this checkout: editable installs are found by a path file that it does
-not read.
+The new environment sees the packages that flexcp depends on, but not this checkout: an editable install is found by a
+.pth file, which the new environment does not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a wheel and an sdist."""
+    """A folder with a freshly built wheel and sdist."""
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=ROOT, capture_output=True, text=True
@@ -34,7 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, package: Path) -> Path:
-    """A fresh environment with the package in it; its folder of commands."""
+    """Make a new virtual environment with the package installed, and return its folder of commands."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     site = next(folder.glob("lib/python*/site-packages"))

@@ -1,4 +1,6 @@
-"""Proves accept in a box: hosts with names of their own, and a link that is throttled, by name."""
+"""Tests of ``flexcp accept`` on an emulated cluster (``lib.box``: network namespaces of one machine): hosts are told
+apart, and a throttled link is named.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from lib.box import Box, why_not
 
 needs_box = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 MBIT = 160
-"""So slow that this machine's other work does not matter: 20 MB/s."""
+"""20 MB/s, so slow that other work on this machine does not distort the measured speed."""
 CLUSTER = replace(flexcp.cluster("cpu:3x1"), intra_mbps=1, inter_mbps=16)
 
 
 def checked(group: dist.ProcessGroup, turn: int) -> list[Check]:
-    """Hosts and links of the box."""
+    """Return the checks of hosts and of links that ``flexcp accept`` makes on this group."""
     store = dist.PrefixStore(f"turn{turn}", group.get_group_store())
     cards = roll_call(store, own_card(dist.get_rank(group), "cpu"), 3, 60.0)
     links = measure_level(group, CLUSTER, True, "cpu")

@@ -1,5 +1,5 @@
-"""Proves the box: ranks talk through ports that count and limit their bytes, and nothing of it is left behind,
-whatever ends it.
+"""Tests of the emulated cluster (``lib.box``: one network namespace a rank): its ports count and limit the bytes that
+ranks exchange, and no namespace is left behind, however the process ends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ def namespaces(process: int) -> list[str]:
 
 
 def exchange(group: dist.ProcessGroup, distance: int) -> tuple[float, bool]:
-    """Every rank sends its number to the rank so far on; seconds, and whether the right one came."""
+    """Send this rank's number to the rank ``distance`` further on; return the seconds, and whether the expected number
+    arrived.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return swap(group, (rank + distance) % size, (rank - distance) % size)
 
 
 def neighbours(group: dist.ProcessGroup) -> tuple[float, bool]:
-    """Ranks of a node of two swap their numbers."""
+    """Swap numbers with the other rank of this node; nodes have two ranks."""
     return swap(group, dist.get_rank(group) ^ 1, dist.get_rank(group) ^ 1)
 
 
@@ -72,7 +74,7 @@ def test_links_carry_what_crosses_nodes_and_not_faster_than_their_limit() -> Non
         crossed = [b - a for a, b in zip(before, ranks.network.sent_bytes(), strict=True)]
         assert all(right for _, right in answers)
         assert all(SIZE <= sent <= 1.05 * SIZE for sent in crossed)
-        # 1 MiB at 100 Mbit/s takes 84 ms, but for what the bucket lets through at once.
+        # 1 MiB at 100 Mbit/s takes 84 ms, a little less because the token bucket lets its first bytes through at once.
         assert max(seconds for seconds, _ in answers) >= 0.08
         with pytest.raises(RankError, match="rank 0 has had enough"):
             ranks.run(fail)
@@ -107,7 +109,7 @@ def test_an_error_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @needs_box
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_what_an_ended_process_left_is_removed(how: signal.Signals) -> None:
-    # A background job inherits that SIGINT is ignored.
+    # A background job of a shell inherits an ignored SIGINT, so the default handler is restored.
     code = (
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom lib.box import Network\n"
     )
@@ -119,7 +121,7 @@ def test_what_an_ended_process_left_is_removed(how: signal.Signals) -> None:
     assert len(namespaces(process.pid)) == 3
     process.send_signal(how)
     process.wait(20)
-    if how == signal.SIGKILL:  # nobody could clean up: the next box does
+    if how == signal.SIGKILL:  # the killed process could not clean up, so the next Network does
         assert len(namespaces(process.pid)) == 3
         with Network(1):
             pass

@@ -1,4 +1,6 @@
-"""Proves how steps of the box are judged, and what its machines are."""
+"""Tests of how predicted step times are judged against steps measured in the emulated cluster (the *box*), and of the
+machines that it emulates.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def machine(ports: tuple[Port, Port] = (UNLIMITED, UNLIMITED)) -> Machine:
 def test_pairs_count_where_they_are_predicted_apart_on_one_machine() -> None:
     steps = [step("auto = groups", 100, 100), step("ring", 120, 111), step("zigzag", 90, 112), step("dp", 500, 105)]
     found = order(steps)
-    assert (found.pairs, found.right) == (2, 1)  # ring behind auto is right, zigzag is not; dp is too near to all
+    # That ring is slower than auto is right, that zigzag is slower is wrong; the prediction of dp is too near to all.
+    assert (found.pairs, found.right) == (2, 1)
     other = [step("auto", 100, 100), step("ring", 100, 200, load=1.0), step("dp", 100, 200, batch="one")]
     assert order(other).pairs == 0
     assert regrets(steps) == [pytest.approx(100 / 90)]
@@ -84,6 +87,6 @@ def test_hosts_pay_for_slots_and_for_pieces_at_both_ends() -> None:
     moves = int(np.sum(program.transfers.source != program.transfers.target))
     own = len(program.transfers) - moves
     assert host_ns(HOST, plan, False).sum() == 1000 * plan.ranks * program.stages + 100 * (2 * moves + own)
-    # What hosts do is in the prediction, beside what is paced.
+    # The prediction includes the work of the hosts (CPUs), beside the paced compute and transfers.
     slow = Machine(machine().cluster, machine().cost, Host(50_000_000, 100, 10, 500, NOTHING))
     assert slow.predicted_ms(plan) > machine().predicted_ms(plan) + 2 * 50

@@ -1,4 +1,6 @@
-"""Proves that the page of coverage counts lines by room, and the share of all lines and not the mean of shares."""
+"""Tests of the coverage page: lines are counted for each top-level folder or module of flexcp, and the total is the
+share of all lines, not the mean of the shares.
+"""
 
 from __future__ import annotations
 

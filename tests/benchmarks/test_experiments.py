@@ -1,5 +1,5 @@
-"""Proves the experiments on samples: batches add up, cells hold, the same seed gives the same table,
-the H200 fit is what docs say.
+"""Tests of the simulated experiments on small samples: batches have the tokens asked for, sampled ratios lie in the
+expected range, the same seed gives the same table, and the kernel models fitted on an H200 have the documented errors.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ def test_network_cards_are_shared_in_dcps_setting(load: Any) -> None:
 
 
 def test_both_models_are_judged_on_what_they_were_not_fitted_to(load: Any) -> None:
-    """The raw file is read whole; prices of tiles keep the asked errors, and are nearer than what planners use."""
+    """All measurements of the raw file are read. Prices by tile are off by at most 5 % (median) and 12 % (90th
+    percentile), less than the prices that planners use.
+    """
     fit = load("kernel_fit")
     raw = json.loads(fit.RAW.read_text())
     single = fit.singles(raw)
     assert [len(found) for found in single.values()] == [106, 106]
-    # Plans that planners no longer make are left out; when none is left, measure again.
+    # Measured plans that planners no longer make are skipped. When none is left, the raw file must be measured again.
     assert len(raw["plans"]) == 36 and fit.plan_slots(raw)
     rows = fit.rows(raw)
     stated, pairs, tiles, plans, longer = (errors for _, _, errors in rows)

@@ -1,4 +1,6 @@
-"""Where a plan's time beyond perfect compute goes: terms that add up, and that are there when their cause is."""
+"""Tests of ``lib.lost_time``, which splits a plan's time beyond perfectly divided compute into terms: the terms add up
+to that time, and each is there only when its cause is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LENGTHS = [40_000, 9_000, 5_000, 5_000, 3_000, 1_200, 700, 90]
 
 
 def found(experiment: Experiment, strategy: str) -> tuple[LostTime, int, int]:
-    """(the terms, the plan's time, perfect compute)."""
+    """Return the terms of the lost time, the plan's time, and the time of perfectly divided compute, in ns."""
     request = experiment.request(LENGTHS)
     _, plan = planned(request, strategy, search=False)
     head = 0 if experiment.training is None else experiment.training.model.head_flops_per_token

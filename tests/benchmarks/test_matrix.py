@@ -1,7 +1,7 @@
-"""Proves invariant 6 on real processes: half of the pairwise matrix of strategies,
-masks and clusters equals dense float64 attention.
+"""Proves on real processes that distributed attention equals dense float64 attention, for half of the pairwise matrix
+of strategies, masks and clusters.
 
-Every verdict also holds that the bytes counted on the wire are the plan's. ``make verify-all`` runs the full product,
+Every verdict also requires that the bytes sent are those of the plan. ``make verify-all`` runs the full product,
 in which every strategy meets every mask on every cluster; here every strategy meets half of the masks and half of the
 clusters.
 """
@@ -44,7 +44,7 @@ RANK_COUNTS = sorted({nodes * each for nodes, each in CLUSTERS})
 
 
 def chosen() -> list[Cell]:
-    """The white squares of the board of strategies and masks."""
+    """Every second cell of the pairwise matrix, as the white squares of a chessboard of strategies and masks."""
     return pairwise_matrix()[1::2]
 
 
@@ -89,8 +89,8 @@ def test_the_chosen_half_has_everything_several_times() -> None:
 
 
 def test_the_chosen_half_reaches_the_corners() -> None:
-    """Head arrangements, dtypes, pads, scattered layouts, ranks without tokens, rows without keys,
-    only length-1 documents.
+    """The half includes all head arrangements and dtypes, padding, scattered layouts, ranks without tokens, rows
+    without keys (the mask ``slices``), and a batch of documents of length 1 only.
     """
     plans = [c.plan for c in cases()]
     shapes = [p.shape for p in plans]
@@ -147,8 +147,8 @@ def test_every_two_factors_meet_in_both_matrices() -> None:
 
 @pytest.mark.parametrize("matrix", [full_matrix, low_precision_matrix])
 def test_every_extra_meets_every_value_of_every_factor(matrix: Any) -> None:
-    """Numbers have the periods of the factors in them, so an extra that followed a remainder would come
-    with the same cluster for ever.
+    """A cell's number determines its factors by remainders. If an extra (such as the softcap) were also chosen by a
+    remainder, it would always come with the same cluster.
     """
     cells = matrix()
     for extra, count in EXTRAS.items():

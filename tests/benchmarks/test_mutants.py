@@ -1,5 +1,5 @@
-"""Proves that mutants are made, run in copies, and told apart:
-a test kills what it looks at and misses what it does not.
+"""Tests of mutation testing: mutants are made and run in copies of the checkout; a mutant is killed where a test
+checks the changed code, and survives where none does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEST = "from tiny import both\n\n\ndef test_both():\n    assert both(1, 5)[0] ==
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A checkout of one module, one test that looks at half of it, and one that fails."""
+    """A checkout of one module, one test that checks half of the module, and one test that always fails."""
     root = tmp_path / "tiny"
     for name, text in (("src/tiny.py", SOURCE), ("tests/test_tiny.py", TEST), ("tests/test_bad.py", "assert False\n")):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def test_a_mutant_that_does_not_end_is_killed(tiny: Path, tmp_path: Path, monkey
 
 
 def test_equal_code_is_no_mutant() -> None:
-    """Exchanging equal arguments changes nothing; a constant inside another may."""
+    """Exchanging equal arguments leaves the code as it is, so it is no mutant; changing ``3 - 3`` is one."""
     assert [m.after for m in mutants("def f(a):\n    return g(a, a)\n", random.Random(0))] == []
     assert [m.after for m in mutants("def f(a):\n    return g(a, 3 - 3)\n", random.Random(0))]
 
@@ -104,7 +104,9 @@ def test_the_nearest_tests_come_first() -> None:
 
 
 def test_the_start_of_the_process_counts_once() -> None:
-    """Files that take a little more than their start each are all run, however many starts they would be alone."""
+    """Test files share one process, so all are chosen although they would together exceed the time allowed for a
+    mutant if each had a process of its own.
+    """
     seconds = dict.fromkeys(AREAS["planners"].tests, TEST_SECONDS / 5)
     assert len(seconds) > 5
     assert set(nearest_tests(ROOT, "src/flexcp/planners/auto/auto.py", AREAS["planners"], seconds)) == set(seconds)

@@ -1,5 +1,5 @@
-"""Proves the page of the three papers: verdicts, each comparison's once, the summary, the baselines' degrees, and that
-every row has its cells.
+"""Tests of the page that compares ``auto`` with the planners of three papers (DCP, FCP, DHP): verdicts, one for each
+comparison; the summary; the degrees of baselines; and complete rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def compared(planner: float, auto: float, comparison: str = "", **more: Any) -> 
 
 
 def test_a_comparison_is_judged_once() -> None:
-    """Rows over other baselines repeat it; another aspect or another batch does not."""
+    """A row of the same comparison over another baseline says "as above"; another aspect (bytes instead of time) or
+    another batch gets a verdict of its own.
+    """
     rows = [
         compared(1.0, 1.2, "a batch"),
         compared(2.0, 2.4, "a batch"),
@@ -113,8 +115,8 @@ def test_the_page_begins_with_the_summary() -> None:
     ("longest", "scale", "ranks"), [(65_536, 0.5, 8), (65_536, 1.0, 16), (65_536, 4.0, 32), (262_144, 0.5, 32)]
 )
 def test_baselines_have_the_degrees_of_dcps_code(longest: int, scale: float, ranks: int) -> None:
-    """Data parallelism is the largest power of two of the data set's longest documents that fit the tokens,
-    for the whole run.
+    """DCP's code fixes the degree for a whole run: data parallelism is the largest power of two such that a batch has
+    room for that many of the data set's longest documents, and context parallelism has the remaining factor of ranks.
     """
     assert papers_dcp.degree(longest, scale) == ranks
     assert papers_dcp.baselines(ranks, causal=True) == [f"ring:{ranks}", f"zigzag:{ranks}", f"usp:2,{ranks // 2}"]
@@ -137,7 +139,7 @@ def test_fixed_methods_have_ulysses_and_usp() -> None:
 
 
 def test_ulysses_has_any_degree_that_divides_the_heads() -> None:
-    """32 query heads over 8 KV heads run on 32 ranks; of 28 heads only 2 and 4 of the powers of two do."""
+    """32 query heads over 8 KV heads can run on up to 32 ranks; 28 heads, as for powers of two, only on 2 or 4."""
     runs = Runs()
     for model, most in (("llama3-8b", 32), ("qwen2.5-vl-7b", 4)):
         where = step_of(find_model(model), cluster("ascend910b", 8, 8))
@@ -146,7 +148,7 @@ def test_ulysses_has_any_degree_that_divides_the_heads() -> None:
 
 
 def test_no_ratio_is_over_magiattention_and_both_rings_over_all_gpus_are_rivals() -> None:
-    """The scaling rows of FCP have the zig-zag ring, so its speed rows may not do without."""
+    """The scaling rows of FCP compare with the zig-zag ring, so the speed rows must compare with it as well."""
     found = papers_fcp.rivals(64)
     assert not any("minheap" in rival for rival in found)
     assert {"hdp", "wlb", "ring:64", "zigzag:64"} == set(found)
@@ -158,7 +160,7 @@ def test_rings_hold_the_longest_document() -> None:
 
 
 class ToldRuns:
-    """Runs whose times are given, by strategy."""
+    """A stand-in for ``Runs`` whose times are given by strategy instead of simulated."""
 
     def __init__(self, **times: int) -> None:
         self.times = {name.replace("_", ":"): ns for name, ns in times.items()}
@@ -181,7 +183,9 @@ class ToldRuns:
 
 
 def test_speed_of_fcp_is_over_rivals_rings_and_any_fixed_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The zig-zag ring is a rival, smaller rings and fixed methods have rows, and the comparison is judged once."""
+    """The zig-zag ring is one of FCP's rivals, smaller rings and fixed methods have rows of their own, and only the
+    first row of the comparison gets a verdict.
+    """
     monkeypatch.setattr(papers_fcp, "LENGTHS", ("bimodal",))
     monkeypatch.setattr(papers_fcp, "_evenness", lambda *_: [])
     times = {"hdp": 30, "wlb": 40, "ring_32": 50, "zigzag_32": 20, "zigzag_16": 15, "ulysses_8": 12}
@@ -206,7 +210,7 @@ def test_rungs_of_the_ablation_are_not_judged(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_fixed_method_of_each_part_is_no_slower_than_one_for_both() -> None:
-    """A method that refuses the language model may still be the encoder's."""
+    """A method that cannot run the language model may still be the best one for the encoder."""
     parts: papers_dhp.Parts = {
         "dhp": [(4, 6), (4, 6)],
         "auto": [(3, 5), (3, 5)],
@@ -224,7 +228,7 @@ def test_a_fixed_method_of_each_part_is_no_slower_than_one_for_both() -> None:
 
 
 def test_waiting_is_of_all_ranks_and_of_the_slowest() -> None:
-    """A rank that is done early waits for the slowest: 30 % and 40 % of its step here."""
+    """Ranks that finish early wait for the slowest one."""
     ranks = np.array([[70, 40], [30, 20], [0, 0], [0, 20]])
     step = StepTime(100, 70, 30, 0, 0, ranks)
     found: Any = SimpleNamespace(step=step)
@@ -299,7 +303,9 @@ def test_short_planning_times_are_the_least_of_few_runs() -> None:
 
 
 def test_planning_time_of_fcp_has_its_rounds() -> None:
-    """Rounds are made when they are first asked for; plans of a page have them before the clock stops."""
+    """A plan makes its communication rounds when they are first asked for; the measured planning time must include
+    them.
+    """
     found = Runs().plan(papers_fcp._where(8), draw_lengths("web", 8 * 2048, 0), "fcp:1024")
     assert found is not None
     assert {key[1] for key in found.plan._rounds} == {False, True}
@@ -311,7 +317,7 @@ def test_dry_runs_are_of_dcps_machine_and_megatrons_line_is_all_keys_to_seven_no
 
 
 def test_only_the_default_block_size_of_dcp_is_judged() -> None:
-    """Every size compares with the same plans of auto."""
+    """All block sizes are compared with the same plans of ``auto``, so a verdict for each would count them twice."""
     pytest.importorskip("mtkahypar")
     batch = papers_dcp.capped("longtail", 8192, 0)
     rows = papers_dcp._by_block(Runs(), [batch], "causal", "data", (1024, 2048))

@@ -1,4 +1,6 @@
-"""Wrong prices: each changes what it says and nothing else."""
+"""Tests of ``benchmarks/perturbed.py``, which makes one price of the cost model wrong at a time: only the fields of
+that price change.
+"""
 
 from __future__ import annotations
 

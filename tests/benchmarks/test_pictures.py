@@ -1,4 +1,4 @@
-"""Proves that the pictures of the main results are drawn from the tables that pages show today."""
+"""Tests that the pictures of the main results are drawn from the tables that the docs show now."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_every_row_of_a_table_is_a_mark(pictures: ModuleType) -> None:
     published = pictures.counted((ROOT / "docs" / "results" / "published.md").read_text())
     stated = [row for row in published if row["setting"].startswith("stated")]
     for svg in (pictures.drawn()[f"predictions-{theme.name}.svg"] for theme in THEMES):
-        assert svg.count("<circle ") == len(steps) + len(stated) + 1  # the legend has one of each
-        assert svg.count("<rect ") == len(published) - len(stated) + 1 + 1  # and the background
+        assert svg.count("<circle ") == len(steps) + len(stated) + 1  # 1 for the legend
+        assert svg.count("<rect ") == len(published) - len(stated) + 1 + 1  # 1 for the legend, 1 for the background
 
 
 def test_marks_and_words_stay_inside(pictures: ModuleType) -> None:

@@ -1,5 +1,5 @@
-"""Proves the price of ring-flash-attention's merges: bytes as its code reads and writes them,
-and where they go in a simulation.
+"""Tests of the simulated cost of merging blocks in ring-flash-attention: the bytes that its code reads and writes, and
+the ring steps of a simulation that this cost is added to.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def figure(**changed: Any) -> Figure:
 
 
 def added(numbers: int) -> int:
-    """A block's result in bfloat16 added to what is there in float32, which is read and written."""
+    """Bytes of adding a block's bfloat16 result to a float32 accumulator, which is read and written."""
     return numbers * (BFLOAT16 + FLOAT32 + FLOAT32)
 
 
 def moved(numbers: int, each: int) -> int:
-    """Read and written elsewhere."""
+    """Bytes of copying: each number is read, and written to another place."""
     return numbers * 2 * each
 
 

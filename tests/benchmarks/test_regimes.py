@@ -1,4 +1,6 @@
-"""Proves the regimes on one small batch: the gain is static over auto, and the page names every regime."""
+"""Tests of ``benchmarks/regimes.py`` (when flexcp pays) on one small batch: the gain is the time of the best static
+method over that of ``auto``, and the page has the row of a regime.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves on a few dozen steps what ``benchmarks/soak.py`` looks for over thousands:
-nothing grows, and growing would be seen.
+"""Tests of the soak test (``benchmarks/soak.py``) on a few dozen steps instead of thousands: no resource grows, and
+growth or wrong results would be reported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def test_nothing_grows_in_changing_steps(pool: RankPool) -> None:
         assert answer.after.sockets <= answer.before.sockets + 1
         assert answer.after.threads <= answer.before.threads
         assert answer.after.files <= answer.before.files
-        # So few steps after the start memory may still settle; that it is looked at is all that can be said.
+        # After so few steps memory may still grow to its steady size, so the bound is loose.
         assert 0 < answer.after.resident < 1.2 * answer.before.resident
 
 
 def doubled_outputs(group: dist.ProcessGroup) -> Soaked:
-    """Four steps, each compared, with a kernel whose outputs are twice what they should be."""
+    """Run four steps, each compared with dense attention, with a kernel whose outputs are twice the right ones."""
     right = cpu.forward
 
     def wrong(*arguments: Any) -> None:

@@ -1,5 +1,5 @@
-"""Proves step time: parts do what they say (messages without compute, compute without messages),
-and results are the plan's.
+"""Tests of the step timer: "communication" sends messages without computing, "compute" computes without real
+messages, and "whole" gives the same results for all plans.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_communication_computes_nothing_and_compute_receives_nothing(pool: RankP
     assert not moved["out"].any() and not moved["dq"].any()
     alone = timed(pool, plan, "compute")
     assert sum(rank.sent_bytes for rank in alone) == 2 * (plan.bytes().sum() + plan.bytes(backward=True).sum())
-    # What was patched for a part is back.
+    # The functions that a part patches are restored afterwards.
     again = timed(pool, plan, "whole", None, True)[0].results
     assert again is not None and difference(again, whole) == 0
 
@@ -58,7 +58,7 @@ def test_a_paced_device_takes_the_time_of_its_pairs(pool: RankPool) -> None:
     gflops = 0.02
     flops = 7 * 16 * int(plan.work().max())
     assert slowest_ms(timed(pool, plan, "compute", gflops)) >= flops / gflops / 1e6
-    # A slower one takes longer.
+    # Half the pace takes twice the time.
     assert slowest_ms(timed(pool, plan, "whole", gflops / 2)) >= 2 * flops / gflops / 1e6
 
 

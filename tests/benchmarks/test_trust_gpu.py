@@ -1,5 +1,5 @@
-"""Proves on CPU ranks that ``benchmarks/trust_gpu.py`` will work where there is a GPU: every part's functions run, what
-fails or takes too long is a row, and the page is made of the rows.
+"""Tests on CPU ranks of ``benchmarks/trust_gpu.py``, which needs a GPU for real runs: the functions of every part run,
+a case that fails or takes too long becomes a row, and the page is made of the rows.
 """
 
 from __future__ import annotations

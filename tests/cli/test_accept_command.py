@@ -1,5 +1,5 @@
-"""Proves ``flexcp accept`` as processes under a launcher: it passes and writes its report,
-and a rank that dies or stops is named.
+"""Tests of ``flexcp accept`` in processes, as a launcher starts them: it passes and writes its report, and a rank that
+dies or hangs is named.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SMALL = [
 
 
 class Ranks:
-    """Two ranks with the environment that torchrun gives, and its store."""
+    """Two ranks with the environment variables and the store that torchrun would give them."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.store = kept_store()
@@ -60,7 +60,7 @@ class Ranks:
         ]
 
     def reached(self, rank: int, step: str) -> None:
-        """Wait until a rank is in a step."""
+        """Wait until a rank has reached the step of ``accept`` whose name begins with ``step``."""
         deadline, key = time.monotonic() + 120, f"accept/at/{rank}"
         while not self.store.check([key]) or not json.loads(self.store.get(key))[1].startswith(step):
             assert time.monotonic() < deadline and self.processes[rank].poll() is None
@@ -88,7 +88,7 @@ def test_two_ranks_pass_and_leave_a_report(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_or_stands_still_is_named_in_time(tmp_path: Path) -> None:
-    """Both at the same time, because what takes time is waiting for the limit."""
+    """Both cases run at the same time, because most of the time is spent waiting for the timeout."""
     groups = {}
     try:
         for how in (signal.SIGKILL, signal.SIGSTOP):

@@ -1,5 +1,5 @@
-"""Proves the advice: equal lengths stay static, and why; gains are those of ``flexcp compare``;
-lengths come from all kinds of files.
+"""Tests of ``flexcp advise``: for equal lengths it advises a static method and says why, its gains are those of
+``flexcp compare``, and it reads lengths from all kinds of files.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def test_a_long_tail_gets_code_and_a_page(tmp_path: Path) -> None:
 
 
 def test_perfectly_divided_compute_has_the_vocabulary_in_it(tmp_path: Path) -> None:
-    """Its time and the static method's grow by the same where only the vocabulary does."""
+    """If only the vocabulary grows, the time of perfectly divided compute grows by as much as that of the static
+    method.
+    """
     found = []
     for size in (1_000, 300_000):
         sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 2816, "num_attention_heads": 8}
@@ -121,7 +123,7 @@ def test_perfectly_divided_compute_has_the_vocabulary_in_it(tmp_path: Path) -> N
         found.append(advice("32x8192", "--model", str(path), "--cluster", "h100:1x8", "--today", "zigzag"))
     bound = found[1]["bound_ms"] - found[0]["bound_ms"]
     few, many = (answer["static"]["pass_ms"] * (1 - answer["static"]["sync"]) for answer in found)
-    static = many - few  # without the sync of its weights, which is no compute
+    static = many - few  # without gradient sync, which is no compute
     assert bound > 0.1 * found[1]["bound_ms"]
     assert bound == pytest.approx(static, rel=0.02)
 
@@ -182,7 +184,7 @@ def test_a_document_longer_than_the_step_that_was_asked_for_is_told() -> None:
 
 
 def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> None:
-    """Not only in a pass that is simulated: here it is the last of many passes."""
+    """It is reported also in a pass that is not simulated, here the last of many passes."""
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(["512"] * 400 + ["131072", "600", "200000"]))
     words = ["advise", str(file), "--cluster", "h100:4x8", "--max-tokens-per-rank", "1k"]
@@ -199,8 +201,8 @@ def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> 
 
 
 def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
-    """One long document wants all ranks in one group, many alike want small groups;
-    a method that serves both is an answer.
+    """For one long document a group of all ranks is best, for many equal ones small groups are. Only a method with a
+    degree that can run both passes is an answer.
     """
     question = Question(find_model("llama3-8b"), cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
     passes = [[50_000, 7_000], [4096] * 14]
@@ -236,7 +238,7 @@ def test_the_share_of_attention_is_that_of_the_mask() -> None:
 
 
 def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:
-    """Data cut at a length has many documents of it."""
+    """Data that was cut at a maximum length has many documents of that length."""
     question = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 128, 512)
     given = [400, 100] * 7 + [300, 200]
     passes = deal(given, question)
@@ -246,8 +248,8 @@ def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:
 
 
 def answer_of(name: str, parts: list[list[int]], work: list[int]) -> Answer:
-    """An answer of one pass; ``parts`` are attention, waiting, other layers and sync of each rank,
-    ``work`` its attention in pairs.
+    """An answer of one pass. ``parts`` are the times of attention, waiting, other layers and sync of each rank,
+    ``work`` the query-key pairs of each rank.
     """
     ranks = np.array(parts, np.int64).T
     done = ranks.sum(axis=0)
@@ -284,8 +286,8 @@ def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
     ],
 )
 def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: str) -> None:
-    """A rank with twice the mean's attention is told as such, and no other reason beside it;
-    likewise waiting and sync.
+    """If one rank has twice the mean's attention, uneven work is given as the reason, and no other one; likewise for
+    waiting and for sync.
     """
     uneven = rank[0] > 400
     others = [[250 if uneven else 400, rank[1] * (not uneven), 500, rank[3]]] * 3
@@ -318,7 +320,7 @@ def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: st
     ],
 )
 def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns: int, verdict: str, says: str) -> None:
-    """Here a gain must exceed 8 %; a swap that gains less is not advised, however near it is to the loader."""
+    """Here a gain must exceed 8 %; a swap that gains less is not advised, even if the loader gains hardly more."""
 
     def taking(name: str, ns: int) -> Answer:
         return answer_of(name, [[ns // 2, 0, ns - ns // 2, 0]] * 4, [1] * 4)
@@ -336,7 +338,7 @@ def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns
     ids=["swap", "loader"],
 )
 def test_micro_batches_are_made_in_the_layout_that_is_advised(swap_ns: int, words: str) -> None:
-    """The planner's own micro-batches have no layout."""
+    """``planner.micro_batches`` takes no layout, so for the swap every micro-batch is planned on its own."""
     static, swap, free = (
         answer_of(name, [[ns, 0, 0, 0]] * 4, [1] * 4)
         for name, ns in (("zigzag", 1000), ("auto contiguous", swap_ns), ("auto", 700))
@@ -403,7 +405,7 @@ def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Pa
 def test_the_lines_make_the_planner_that_was_simulated(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Executed, those of PyTorch and of Hugging Face plan the same; of the others the cap is looked at."""
+    """The lines for PyTorch and for Hugging Face are executed and plan the same; the others must contain the cap."""
     kept: list[Advice] = []
     real = advice_module.advise
     monkeypatch.setattr(advice_module, "advise", lambda *given: kept.append(real(*given)) or kept[0])
@@ -434,7 +436,7 @@ def test_the_lines_make_the_planner_that_was_simulated(
 
 
 def executed(code: str, **known: Any) -> dict[str, Any]:
-    """What is known after the imports and the assignments that make the planner."""
+    """Return the namespace after the imports of ``code`` and its assignments to ``planner`` and ``calibration``."""
     for line in ast.parse(code).body:
         names = (
             [target.id for target in line.targets if isinstance(target, ast.Name)]
@@ -604,7 +606,7 @@ def test_advice_under_tensor_parallelism_counts_pools_not_gpus() -> None:
 
 
 def test_a_gain_says_what_it_is_over(tmp_path: Path) -> None:
-    """One pass has a best static method of its own; over several there is one method for all."""
+    """With one pass the baseline is the best static method of that batch; with several it is one method for all."""
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(["3000", "900", "200", "100"] * 4))
     words = ["--cluster", "h100:1x4", "--max-tokens-per-rank"]
@@ -634,7 +636,7 @@ def test_gradient_sync_is_that_of_the_options(tmp_path: Path) -> None:
 
 
 def test_a_length_in_quotes_is_no_text(tmp_path: Path) -> None:
-    """A tokenizer would count the tokens of its digits."""
+    """Taken for a text, ``"800"`` would be tokenized, and the tokens of its digits counted."""
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"length": 500}\n{"length": "800"}\n')
     with pytest.raises(ValueError, match=r"line 2: length is the text '800'; write lengths as numbers, without quotes"):

@@ -1,4 +1,4 @@
-"""Proves that ``flexcp bench kernel`` is there, and says what it needs where there is no GPU."""
+"""Tests that ``flexcp bench kernel`` exists, and that without a GPU it says what it needs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves the command line: the JSON is the documented one and Planner's own numbers,
-text forms mean what they say, mistakes end politely.
+"""Tests of the command line: JSON has the documented keys and the numbers of ``Planner``, text forms of lengths, masks
+and clusters are parsed correctly, and mistakes end with one readable line.
 
 A mistake is exit code 2 and one line on stderr that names the value; stdout stays empty. Most runs are in this process;
 exit codes of the installed command, and ``verify`` with its ranks, are checked in a process of their own.
@@ -49,7 +49,7 @@ SMALL = ["--ranks", "4", "--heads", "8", "--kv-heads", "2"]
 
 
 def invoke(*arguments: str) -> Any:
-    """A run that must succeed, by typer's runner."""
+    """Run a command in this process with typer's runner; it must succeed."""
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result
@@ -63,13 +63,13 @@ def plan_json(*arguments: str) -> dict[str, Any]:
 
 
 def installed(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """The command as installed beside this interpreter."""
+    """Run the installed command, which lies beside this interpreter, in a process of its own."""
     command = Path(sys.executable).parent / "flexcp"
     return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=timeout)
 
 
 def planned(lengths: list[int], mask: Any = None, nodes: int = 1, each: int = 4, **options: Any) -> Plan:
-    """The plan of ``SMALL``, or of another cluster, by Planner itself."""
+    """Plan with ``Planner`` what the options ``SMALL`` describe, or the same on another cluster."""
     call = {name: options.pop(name) for name in ("layout", "tokens", "pad_to") if name in options}
     planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("h100", nodes, each), **options)
     return planner(lengths, mask, **call)
@@ -378,7 +378,7 @@ def test_installed_verify_passes_on_two_ranks() -> None:
 
 
 def test_a_failed_verification_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With bytes that do not match, by a pool that answers so."""
+    """The rank pool is replaced by one that reports bytes that do not match."""
     from flexcp.measure import ranks
     from flexcp.measure.verify import Verdict
 
@@ -406,7 +406,7 @@ def test_a_failed_verification_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_mask_of_a_model_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By a pool that finds a mistake under the second mask, that of the layers with a window."""
+    """The rank pool is replaced by one that reports an error under the second mask, that of layers with a window."""
     from flexcp.measure import ranks
     from flexcp.measure.verify import Options, Verdict
 

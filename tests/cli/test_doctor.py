@@ -1,5 +1,5 @@
-"""Proves that the doctor sees what is there, tries it out, and says what to fix,
-with exit code 1 when something stands in the way.
+"""Tests of ``flexcp doctor``: it lists what is installed, tries it out, says what to fix, and exits with 1 if
+something must be fixed.
 """
 
 from __future__ import annotations

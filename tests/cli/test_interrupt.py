@@ -19,7 +19,9 @@ SOURCE = Path(flexcp.__file__).parent
 
 
 def processes(group: int) -> list[int]:
-    """Living processes of a process group. Asked many times a second, so files of other processes stay closed."""
+    """Return the living processes of a process group. This is asked many times a second, so the files of processes of
+    other groups are not opened.
+    """
     found = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -46,8 +48,9 @@ FUZZ = "fuzz --cases 100000 --ranks-share 0.5 --most-ranks 2 --jobs 2"
     ],
 )
 def test_an_interrupted_command_leaves_nothing_behind(words: str, count: int, seconds: float, tmp_path: Path) -> None:
-    """The processes of the demo are the command, its resource tracker, the server and two ranks. The plan is made by a
-    copy of flexcp that has no compiled loops, which takes a minute, and is interrupted when the first is in its folder.
+    """The demo has five processes: the command, its resource tracker, the fork server and two ranks. The plan is made
+    by a copy of flexcp without compiled Numba loops; compiling takes a minute, and the plan is interrupted when the
+    first loop is in the cache folder.
     """
     cold = tmp_path / "cold"
     if words == PLAN:
@@ -61,7 +64,7 @@ def test_an_interrupted_command_leaves_nothing_behind(words: str, count: int, se
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit an ignored SIGINT
     )
     try:
         if words == PLAN:

@@ -1,5 +1,5 @@
-"""Proves that a group of options is spread over the command line and gathered again, and that options which are
-arguments of ``Planner`` have its names and defaults.
+"""Tests of option groups: the fields of a group become options of a command and come back as one object, and options
+that are arguments of ``Planner`` have the names and defaults that ``Planner`` has.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_options_that_are_arguments_of_the_planner_have_its_names_and_defaults(
     arguments = inspect.signature(call).parameters  # type: ignore[arg-type]
     expected = {f.name: arguments[f.name].default for f in fields_of(group)}
     if group is PlannerOptions:
-        expected["dtype"] = None  # the model's
+        expected["dtype"] = None  # None: the dtype of the model
     assert {f.name: f.default for f in fields_of(group)} == expected
 
 

@@ -1,5 +1,5 @@
-"""Proves what a port that is taken ends in: one line that names it, and for local ranks nothing,
-because they ask for a free one.
+"""Tests of ports that are in use: ``flexcp accept`` ends with one line that names the port, and local ranks are not
+affected, because they ask for a free port.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proves that compilation is shown to whoever watches a terminal, and to nobody else."""
+"""Tests that the compilation of loops is shown on a terminal, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves ``flexcp plan --save`` and ``flexcp show``: the same plan comes back,
-and a file that is none ends politely.
+"""Tests of ``flexcp plan --save`` and ``flexcp show``: the same plan comes back, and a file that holds no plan is a
+clear error.
 """
 
 from __future__ import annotations

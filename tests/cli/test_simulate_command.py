@@ -1,4 +1,6 @@
-"""Proves ``flexcp simulate`` and ``compare``: documented JSON, the error beside every table, mistakes in one line."""
+"""Tests of ``flexcp simulate`` and ``flexcp compare``: JSON keys are documented, the known error of the simulation is
+stated with every table, and mistakes are told in one line.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_compare_ranks_strategies(tmp_path: Path) -> None:
     ],
 )
 def test_compare_says_what_times_and_bytes_are_of(words: list[str], units: str) -> None:
-    """Beside the milliseconds of a step stand the bytes of one layer."""
+    """A table may have the milliseconds of a whole step beside the bytes of one layer, so it says which is which."""
     asked = ("compare", "--lengths", "9000,800", "--ranks", "2", "--strategies", "ring:2", *words)
     lines = run(*asked).output.splitlines()
     head, row, said = (next(line for line in lines if line.startswith(word)) for word in ("strategy", "ring:2", "ms:"))
@@ -170,7 +172,9 @@ def test_a_last_batch_that_is_left_out_is_told(tmp_path: Path, command: str) -> 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
 def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, command: str) -> None:
-    """Whole documents for each rank: the third batch is one document that no rank alone may keep."""
+    """``dp`` keeps every document whole on one rank; the third batch is one document that is longer than a rank may
+    keep.
+    """
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(["20k"] * 4 + ["60k", "20k", "20k"]))
     words = [command, "--lengths", str(file), "--ranks", "2"]
@@ -187,7 +191,7 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
 
 
 def test_the_time_by_which_auto_chose_is_that_of_the_simulated_step(tmp_path: Path) -> None:
-    """One number in the plan's line, in its report, and in what simulate says of the same step."""
+    """The text of a plan, its HTML report, and ``flexcp simulate`` give the same time for the same step."""
     words = [
         "--lengths",
         "9000,800,31",
@@ -296,7 +300,7 @@ def test_tensor_parallelism_divides_ranks_and_heads(command: str) -> None:
     assert says in divided.output
     alike = ["--lengths", "9000,800,31", "--heads", "4", "--kv-heads", "1", "--head-dim", "64", *words[-2:]]
     by_hand = run(command, *alike, "--cluster", "h100:4x1")
-    if command == "plan":  # the same placement; the hash knows what other layers cost
+    if command == "plan":  # the same placement; only the hash differs, which includes the cost of other layers
         lines = divided.stdout.splitlines()
         assert lines[1:] == by_hand.stdout.splitlines()[1:] and "h100:4x1" in lines[0]
     else:
@@ -319,7 +323,7 @@ def test_errors_about_ranks_say_how_few_other_parallelisms_leave(tmp_path: Path,
 
 
 def test_plans_and_simulations_have_the_dtype_of_the_file(tmp_path: Path) -> None:
-    """Twice the bytes in float32, from every command, and those that simulate name it."""
+    """In float32 ``plan`` and ``simulate`` count twice the bytes, and the title of ``compare`` names the dtype."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512, "num_attention_heads": 4}
     config = {"model_type": "llama", "vocab_size": 100, "num_key_value_heads": 4, **sizes}
     found = {}
@@ -348,7 +352,7 @@ def test_stages_and_experts_are_divided_or_refused() -> None:
     assert (
         "h100:4x8 under pp 2: 16 context-parallel ranks, 8 a node" in stage["setting"] and "bubbles" in stage["setting"]
     )
-    # Half the layers and twice the tokens; the vocabulary's projection is not divided.
+    # A stage has half the layers and twice the tokens a rank; the projection to the vocabulary is not divided.
     assert 1 < stage["step"]["other_ms"] / whole["step"]["other_ms"] < 1.1
     experts = run(*words, "--model", "qwen3-30b-a3b", "--ep", "8")
     assert "experts use the same ranks, and their exchange of tokens is left out" in experts.output

@@ -1,8 +1,8 @@
-"""Proves that wrong input to every command is one readable line and exit code 2: no traceback, nothing on stdout.
+"""Tests that wrong input to any command gives one readable line and exit code 2: no traceback, nothing on stdout.
 
-Commands and their options are read from the command line itself, so a new command is tried with every mistake that its
-options allow: a missing, an empty and a wordy file, text where a number belongs, an impossible cluster, and typos, for
-which the nearest name is suggested.
+Commands and their options are read from the typer application, so a new command is tried with every mistake that its
+options allow: a file that is missing, empty or holds words, text where a number belongs, an impossible cluster, and
+typos, for which the nearest name is suggested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 from flexcp.cli.main import app, run
 
 LENGTHS = {"lengths": "40,7"}
-"""What a command needs to get as far as its mistake; by parameter name."""
+"""Valid values, by parameter name, without which a command would fail before it reaches the mistake under test."""
 FILES = ("show",)
 """Commands whose argument is a file of another kind than lengths."""
 
@@ -38,7 +38,7 @@ def options_of(command: Any) -> dict[str, Any]:
 
 
 def valid(command: Any, *without: str) -> list[str]:
-    """The least words that a command needs, less some parameters."""
+    """Return the fewest arguments that a command needs, leaving out the parameters ``without``."""
     words: list[str] = []
     for p in command.params:
         if p.name in LENGTHS and p.name not in without:
@@ -81,7 +81,7 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
                 yield f"{name}: impossible cluster", [*base, "--cluster", "h100:0x8"], ["nodes", "0"]
             if name != "train":
                 yield f"{name}: a shape alone", [*base, "--cluster", "4x8"], ["write h100:4x8"]
-            if name not in ("train", "accept"):  # their ranks are torchrun's
+            if name not in ("train", "accept"):  # torchrun gives their ranks
                 yield f"{name}: ranks and a cluster", [*base, "--cluster", "h100", "--ranks", "4"], ["drop --cluster"]
                 yield f"{name}: no ranks", [*base, "--ranks", "0"], ["at least 1"]
                 yield f"{name}: ranks without end", [*base, "--ranks", "100000"], ["100,000 ranks"]
@@ -159,7 +159,7 @@ SINGLE = {
         ["document 0 has 40 tokens"],
     ),
 }
-"""Mistakes that one command's own options allow."""
+"""Mistakes that only one command allows."""
 CASES = {name: (words, told) for name, words, told in cases()} | SINGLE
 
 

@@ -1,5 +1,5 @@
-"""Proves that auto chooses by the times that compare reports:
-nothing it could have taken is reported faster than what it took.
+"""Tests that ``auto`` chooses by the times that ``compare`` reports: no plan that ``auto`` could have chosen is
+reported as faster than the one it chose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CELLS: list[tuple[str, str, int, Sync, str, int, int]] = [
     ("h100:1x8", "qwen2.5-vl-7b", 1, "fsdp", "lognormal16k", 4096, 3),
     ("a100:2x4", "llama3-8b", 2, "none", "bimodal", 4096, 1),
 ]
-"""GPUs, model, tensor parallelism, gradient sync, lengths, tokens of a rank, seed."""
+"""Each is (GPUs, model, tensor parallelism, gradient sync, distribution of lengths, tokens a rank, seed)."""
 
 
 def asked(gpus: str, name: str, tp: int, sync: Sync, lengths: str, tokens: int, seed: int) -> Request:
@@ -67,7 +67,9 @@ def test_nothing_is_reported_faster_than_auto(
 
 
 def test_some_of_these_cells_are_decided_by_what_layers_do_not_have() -> None:
-    """Else the test above would pass with an auto that judges layers alone."""
+    """In at least two cells, what a step has beyond its layers (vocabulary, gradient sync) changes the choice.
+    Otherwise test_nothing_is_reported_faster_than_auto would also pass if ``auto`` judged the layers alone.
+    """
     slower = 0
     for cell in CELLS:
         request = asked(*cell)
@@ -78,8 +80,8 @@ def test_some_of_these_cells_are_decided_by_what_layers_do_not_have() -> None:
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_bounds_of_static_methods_hold_for_whole_steps(sync: Sync) -> None:
-    """They rule candidates out, so they count what a step has beyond its layers,
-    and no more of it than the price does.
+    """The bounds rule candidates out, so they must include what a step has beyond its layers (vocabulary, gradient
+    sync) and must never exceed the method's price.
     """
     request = asked("h100:2x8", "llama3-8b", 2, sync, "video", 8192, 0)
     methods = static_methods(request)

@@ -1,4 +1,4 @@
-"""Proves comparisons: every strategy is there, static ones with their best degree, refusals with their reason."""
+"""Tests of ``compare``: it has every strategy, static ones with their best degree, and refusals with their reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_strategies_stand_side_by_side() -> None:
         assert found.speed_up(row) == pytest.approx(best.ns / row.ns)
         assert row.simulation is not None and row.simulation.optimality >= 1
         assert row.simulation.step is None and row.simulation.attention_ns == row.ns
-        # Attention alone is compared with equal tokens.
+        # Where attention alone is compared, all ranks keep equally many tokens.
         tokens = row.simulation.plan.placement.tokens
         assert tokens.max() == tokens.min()
     assert found.predict_error < 0.6
@@ -46,8 +46,8 @@ def test_all_strategies_stand_side_by_side() -> None:
 
 @pytest.mark.parametrize(("lengths", "method"), [("bimodal", "usp"), ("web", "usp"), ("web", "zigzag")])
 def test_a_static_strategy_stands_for_its_best_degree(lengths: str, method: str) -> None:
-    """The fastest simulated one of those near the best in closed form:
-    here the fastest of all, once not that of the closed form.
+    """Only degrees that the closed form predicts to be near the best are simulated, and the fastest of those stands for
+    the method. Here it is the fastest of all degrees, although in one case the closed form ranks another one first.
     """
     batch = make_batch(draw_lengths(lengths, 65_536, 0), flexcp.causal())
     request = replace(REQUEST, batch=batch, shape=Shape(12, 2, 128, 128))

@@ -1,5 +1,5 @@
-"""Proves the memory that advise prints: the worst rank over all passes, not only over the simulated ones;
-of long data the passes with the longest documents are planned; refusals are told.
+"""Tests of the memory that ``flexcp advise`` prints: that of the worst rank over all passes, not only the simulated
+ones. If there are too many passes to plan, those with the longest documents are planned. Refused passes are reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexcp.planners.request import Refused, Request
 QUESTION = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 8192, 28_672, today="ring")
 PASS = [9000, *[400] * 49]
 EPOCH = [*PASS * 3, 28_000, *PASS * 3]
-"""Seven passes, the fourth of one long document; the first, the third and the fifth are simulated."""
+"""Seven passes, the fourth of one long document; only the first, the third and the fifth are simulated."""
 
 
 def requested(number: int) -> Request:

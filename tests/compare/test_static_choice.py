@@ -1,5 +1,5 @@
-"""Proves the baseline of a run: one static method and degree over a sample of batches, the least simulated total,
-both ways of dealing.
+"""Tests of the baseline of a run: the static method and degree with the least simulated total time over a sample of
+batches, with documents dealt to groups by tokens or by load.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def test_of_the_batch_is_no_slower_than_fixed_for_the_run() -> None:
 
 
 def test_both_baselines_stand_beside_each_other() -> None:
-    """One long document and many short ones over two groups:
-    dealt by load, the group of the long one has fewer tokens.
+    """One long document and many short ones are dealt to two groups. Dealt by load instead of tokens, the group of the
+    long document gets fewer tokens, and the step is faster.
     """
     batch = make_batch([16_000, *([500] * 100)], masks={"mask": (flexcp.causal(), LLAMA.model.layers)})
     request = Request(batch, LLAMA.shape, WHERE, CostModel(model=LLAMA.model), training=Training(LLAMA))

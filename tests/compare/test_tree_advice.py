@@ -1,5 +1,5 @@
-"""Proves what advise says of trees: tokens and pairs counted by hand, both sides simulated,
-and lines that are no tree named.
+"""Tests of what ``flexcp advise`` says of trees (sequences that share prefixes): tokens and query-key pairs are those
+counted by hand, trees and separate documents are both simulated, and a line that is no tree is named.
 """
 
 from __future__ import annotations

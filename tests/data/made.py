@@ -1,4 +1,4 @@
-"""Made datasets whose every token says which sample and which row it is."""
+"""Synthetic datasets: every token id encodes the number of its sample and its row within the sample."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ ROWS = 1000
 
 
 def arguments(**given: Any) -> dict[str, Any]:
-    """Arguments of a Loader from fields of its settings by their own names: ``workers=0`` becomes
-    ``planning=Planning(workers=0)``; what is no such field stays as it is.
+    """Return arguments of a Loader from a flat list of its settings: ``workers=0`` becomes
+    ``planning=Planning(workers=0)``; names that are no field of ``Samples``, ``Batches`` or ``Planning`` stay as they
+    are.
     """
     found: dict[str, Any] = {}
     for part, kind in (("samples", Samples), ("batches", Batches), ("planning", Planning)):
@@ -31,7 +32,7 @@ def token(number: int, row: int) -> int:
 
 
 def sample(number: int, length: int) -> dict[str, Any]:
-    """Token ids, a per-token vector, a span and two values of the document."""
+    """Return a sample with token ids, a vector for each token, a span of an image and two values of the document."""
     rows = torch.arange(length)
     return {
         "tokens": number * ROWS + rows,
@@ -43,7 +44,7 @@ def sample(number: int, length: int) -> dict[str, Any]:
 
 
 class Numbered:
-    """Map-style; notes what is read."""
+    """A map-style dataset that records which samples are read."""
 
     def __init__(self, lengths: list[int] = LENGTHS, known: bool = False, broken: int | None = None) -> None:
         self.sizes, self.broken = lengths, broken
@@ -62,7 +63,7 @@ class Numbered:
 
 
 class Stream:
-    """Iterable without a state of its own."""
+    """An iterable dataset without a state of its own."""
 
     def __init__(self, lengths: list[int] = LENGTHS) -> None:
         self.sizes = lengths
@@ -75,7 +76,7 @@ class Stream:
 
 
 class StatefulStream(Stream):
-    """Iterable that can go on from a state, and cannot be asked for what it gave before. Gives lists of three."""
+    """An iterable dataset that resumes from a state and never repeats earlier samples. It yields lists of three."""
 
     at = 0
 
@@ -95,7 +96,7 @@ class StatefulStream(Stream):
 
 
 def batches_by_hand(numbers: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """Numbers filled into batches in order."""
+    """Fill sample numbers into batches in order, each of at most ``budget`` tokens."""
     found: list[list[int]] = [[]]
     for n in numbers:
         if sum(lengths[i] for i in found[-1]) + lengths[n] > budget:

@@ -1,5 +1,6 @@
-"""Planners for the tests: a plain one, and one that misbehaves on purpose. No torch here:
-planner processes import this file.
+"""Planners for tests of the loader: a plain one, and one that misbehaves on purpose.
+
+This file does not import torch, because planner processes import it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def planner(ranks: int, strategy: str = "zigzag") -> flexcp.Planner:
 
 
 class Misbehaving:
-    """A planner that does something on purpose before it plans, told by files in a folder;
-    but for failing, not where it was made.
+    """A planner that dies, stops, sleeps, exhausts memory or fails before it plans, as files in a folder tell it.
+
+    Only failing also happens in the process that made the planner; the rest happens in planner processes alone.
     """
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
@@ -63,7 +65,7 @@ def _exhaust() -> None:
 
 
 class Unloadable:
-    """A planner that only its own process can load."""
+    """A planner that can be unpickled only in the process that pickled it."""
 
     def __reduce__(self) -> Any:
         return _only_in, (os.getpid(),)

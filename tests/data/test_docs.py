@@ -1,4 +1,4 @@
-"""Proves that the examples of docs/data.md run."""
+"""Tests that the examples of docs/data.md run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 EXAMPLES = re.findall(r"(?<!-->\n)```python\n(.*?)```", TEXT, re.DOTALL)
-"""All but fragments, which a comment before them calls such."""
+"""All Python blocks except fragments, which have an HTML comment before them."""
 
 
 @pytest.mark.parametrize("number", range(5))

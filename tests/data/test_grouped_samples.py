@@ -1,5 +1,5 @@
-"""Proves trees in the loader: samples of one prompt become a tree, ranks together hold every position of every sample
-once with the right label, and tokens saved are counted; trees that samples bring themselves likewise.
+"""Tests of trees in the loader: samples with the same prompt become one tree, all ranks together hold every position
+of every sample once with the right label, and saved tokens are counted. Samples may also bring trees by their mask.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sample(number: int, prompt: str, answer: list[int], labels: bool = False) ->
 
 
 class Rows:
-    """Map-style."""
+    """A map-style dataset of prompts with answers."""
 
     def __init__(self, rows: list[tuple[str, list[int]]], labels: bool = False) -> None:
         self.rows, self.labels = rows, labels
@@ -43,7 +43,7 @@ class Rows:
 
 
 class RowStream:
-    """Iterable, with a state."""
+    """An iterable dataset of prompts with answers that has a state."""
 
     def __init__(self, rows: list[tuple[str, list[int]]]) -> None:
         self.rows, self.at = rows, 0
@@ -118,14 +118,14 @@ def test_every_position_of_every_sample_once(pool: RankPool, kind: str, ranks: i
     assert sum(batch["valid"] for batch in results[0]) == len(wanted)
     alone = sum(len(PROMPTS[p]) + len(a) for p, a in rows)
     in_trees = sum(batch["tokens"] for batch in results[0])
-    # Of "a" the prompt is held once for three rollouts and one 6 for two, of "b" the prompt once for two.
+    # Prompt "a" is held once for three rollouts, and its token 6 once for two; prompt "b" is held once for two.
     assert alone - in_trees == 2 * 5 + 1 + 2 == results[0][-1]["saved"]
     assert (len(results[0]) > 1) == (budget == 10)
 
 
 @pytest.mark.parametrize("more", [{"budget": 10}, {"budget": 9, "too_long": "cut"}])
 def test_a_stream_goes_on_where_it_was(more: dict[str, Any]) -> None:
-    """With the smaller budget in the middle of a tree that was cut."""
+    """With the smaller budget the loader is resumed in the middle of a tree that was cut."""
     options = {"workers": 0, "lookahead": 1, "tree_by": "prompt", "group": "alone", **more}
     with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **arguments(**options)) as loader:
         whole = [batch.tokens.tolist() for batch in loader]
@@ -218,13 +218,13 @@ def test_a_tree_is_cut_between_its_sequences(most: int) -> None:
     assert all(n <= max(most, 5) for n in sizes)
     assert sum(sizes) - len(flexcp.tree_of(CUT)) == sum(part.repeated for part in parts)
     assert (len(parts) == 1) == (most >= 11)
-    # Cut where neighbours share least: between [1, ...] and [8, ...], of which nothing is repeated.
+    # The cut is where neighbouring sequences share least, between [1, ...] and [8, ...]: no token is repeated.
     assert [part.repeated for part in parts] == [0, 0] or most not in (7, 9)
 
 
 def losses_on_rank(group: Any, kind: str, cap: int | None) -> tuple[float, dict[str, int], int]:
-    """The mean loss over all positions of an epoch in one step, from micro-batches and their weights,
-    of a model of two tables.
+    """Return the mean loss over all positions of an epoch that is one step, the counts of saved and repeated tokens,
+    and the number of micro-batches. The loss is summed from micro-batches by their weights; the model is two tables.
     """
     ranks = 1 if group is None else group.size()
     rng = torch.Generator().manual_seed(0)
@@ -257,8 +257,8 @@ def losses_on_rank(group: Any, kind: str, cap: int | None) -> tuple[float, dict[
 def test_micro_batches_cut_trees_that_do_not_fit(
     pool: RankPool, kind: str, ranks: int, cap: int, repeated: int
 ) -> None:
-    """Of "a", 10 tokens as a tree, the prompt is in two parts where ranks hold 9 tokens together,
-    and the 6 behind it in one.
+    """The tree of prompt "a" has 10 tokens. Where all ranks together hold 9, it is cut into two parts: both have the 5
+    tokens of the prompt, and the token 6 after it, which two rollouts share, is in only one.
     """
     (whole, counts, _), *_ = pool.run(losses_on_rank, kind, None, ranks=1)
     assert counts == {"saved": 13, "repeated": 0}

@@ -1,5 +1,5 @@
-"""Proves the lengths: every text form of ``--lengths``, its refusals,
-and that named distributions are what they are documented to be.
+"""Tests of document lengths: every text form of ``--lengths``, wrong forms that are refused, and that the named
+distributions are as documented.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flexcp.data import dataset_lengths
 from flexcp.data.document_lengths import document_lengths
 from flexcp.data.lengths import DISTRIBUTIONS, cut_batches, draw_lengths, jsonl_lengths, parse_lengths
 
-# The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget
-# too.
+# The documented range of a document's length. The last document of a batch is cut to fill the budget, and documents of
+# "web" are also cut at a quarter of the budget.
 BOUNDS = {
     "web": (1, 196_608),
     "wikipedia": (2, 255_988),
@@ -173,7 +173,7 @@ def test_what_may_be_two_lengths_is_two() -> None:
 
 
 def test_a_long_list_is_a_list() -> None:
-    """Longer than any file name may be."""
+    """The text is longer than any file name may be, so it must not be looked up as a file."""
     lengths = list(range(1, 400))
     assert parse_lengths(",".join(map(str, lengths))) == lengths
 

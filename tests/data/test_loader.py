@@ -1,8 +1,8 @@
-"""Proves what the loader hands out: the union of all ranks is the batch, each sample once an epoch,
-labels right at every border.
+"""Tests of what the loader delivers: the rows of all ranks together are the batch, each sample comes once an epoch, and
+labels are right at the borders of documents.
 
-Expected batches are made by hand from the dataset's own numbers; a token says which sample and row it is. Reads are
-counted.
+Expected batches are computed from the sample numbers of synthetic datasets whose tokens encode sample and row (see
+``made.py``). Reads of samples are counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dataset(mode: str, lengths: list[int] = LENGTHS) -> Any:
 
 
 def delivered(group: Any, mode: str, strategy: str = "zigzag", epochs: int = 1, **options: Any) -> dict[str, Any]:
-    """What this rank gets in some epochs, and what it read."""
+    """Return the batches this rank gets in some epochs, the samples it read, and the loader's statistics."""
     ranks = group.size() if group is not None else 1
     data = dataset(mode)
     options = {"budget": BUDGET, "workers": 0, "document_fields": ["images"], "group": group, **options}
@@ -69,7 +69,7 @@ def described(batch: Any) -> dict[str, Any]:
 
 
 def check_union(results: list[dict[str, Any]], lengths: list[int], numbers: list[int], budget: int = BUDGET) -> None:
-    """The batches are those made by hand, and every rank's rows are the stream's."""
+    """Check that batches hold the expected samples, and that the rows of all ranks are those of the packed stream."""
     expected = batches_by_hand(numbers, lengths, budget)
     assert [b["samples"] for b in results[0]["batches"]] == expected
     for step, samples in enumerate(expected):
@@ -101,7 +101,7 @@ def check_union(results: list[dict[str, Any]], lengths: list[int], numbers: list
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_the_union_of_all_ranks_is_the_batch(ranks: int, pool: RankPool) -> None:
-    """On 1 to 4 ranks every mode meets every strategy."""
+    """Over 1 to 4 ranks, every kind of dataset is tried with every strategy."""
     for i, mode in enumerate(MODES):
         equal = {"plan_options": {"tokens": "equal", "pad_to": 8}} if (ranks + i) % 2 else {}
         found = pool.run(delivered_with, mode, STRATEGIES[(ranks + i) % 4], equal, ranks=ranks)
@@ -171,7 +171,7 @@ def short_documents(group: Any, mode: str) -> list[dict[str, Any]]:
 
 
 def shared_plans(group: Any, workers: int) -> dict[str, Any]:
-    """Plans dealt over ranks; which steps this rank planned, and which keys are left."""
+    """Run a loader whose plans are dealt over ranks; return what it delivered and the number of store keys left."""
     store = group.get_group_store()
     before = store.num_keys()
     found = delivered(group, "known", "zigzag", epochs=2, share_plans=True, workers=workers, lookahead=3)
@@ -190,8 +190,7 @@ def test_shared_plans_are_planned_once_and_leave_no_keys(ranks: int, workers: in
     planned = [r["stats"]["planned_here"] + r["stats"]["planned_ahead"] for r in found]
     assert sum(planned) == steps and max(planned) - min(planned) <= 2
     assert all(r["stats"]["steps"] == steps for r in found)
-    # Besides counters of binds and runs, of which there are a few per rank however many steps there were, nothing
-    # stays.
+    # Only counters of binds and runs stay: a few keys for each rank, however many steps there were.
     assert max(r["keys"] for r in found) <= 2 * ranks + 2
 
 
@@ -230,8 +229,8 @@ def test_a_plan_that_fails_on_one_rank_stops_all_with_the_cause(tmp_path: Path, 
 
 
 def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
-    """Deterministic: when a batch is handed out, the next ``lookahead`` steps are with the planner processes,
-    whatever the clock says.
+    """When a batch is delivered, the next ``lookahead`` steps have been given to the planner processes. The test does
+    not depend on timing.
     """
     asked: list[int] = []
     with Loader(
@@ -258,7 +257,7 @@ def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_as_many_steps_are_ahead_as_asked_for_and_at_least_one(lookahead: int) -> None:
-    """Each is planned with the speeds of its own epoch and step."""
+    """The orders are seen by the lookups of rank speeds, one for each planned step, by its epoch and number."""
     asked: list[tuple[int, int]] = []
     with Loader(
         Numbered([30] * 8, known=True), planner(1), budget=60, planning=Planning(workers=0, lookahead=lookahead)
@@ -342,7 +341,7 @@ def test_documents_over_the_maximum(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_documents_that_were_cut_or_dropped_are_counted(mode: str) -> None:
-    """One of just the maximum is neither."""
+    """A document of exactly the maximum length is neither cut nor dropped."""
     for too_long, counts in (("cut", (2, 0)), ("drop", (0, 2))):
         options = arguments(max_length=60, too_long=too_long, workers=0, document_fields=["images"])
         with Loader(dataset(mode, [60, 61, 90, 5, 60, 59]), planner(1), budget=BUDGET, **options) as loader:
@@ -370,7 +369,7 @@ def test_the_number_of_batches_is_known_with_the_lengths() -> None:
         for too_long in ("cut", "drop"):
             options: dict[str, Any] = {"drop_last": drop_last, "too_long": too_long, "max_length": 60, "shuffle": True}
             with Loader(Numbered(known=True), planner(1), budget=70, **arguments(workers=0, **options)) as loader:
-                batches = len(loader)  # begins the epoch, which orders the lengths
+                batches = len(loader)  # starts the epoch, which puts the lengths in its order
                 lengths = loader.source.fitted_lengths()  # type: ignore[union-attr]
                 assert batches == count_batches(lengths, 70, drop_last)
             found = local(Numbered(known=True), budget=70, **options)
@@ -444,7 +443,7 @@ def test_pads_are_in_no_image_and_have_the_token_and_label_of_pads() -> None:
 
 @pytest.mark.parametrize("ignore", [-100, -5, 0])
 def test_the_loss_of_a_batch_leaves_out_what_the_loader_ignores(ignore: int) -> None:
-    """Also rows that the user marks by -100, and also by the step's own labels and edges."""
+    """This also holds for rows that the user marks with -100, and for labels from ``step.labels``, ``step.edges``."""
     tokens = [3, 0, 5, 6, 7, 2, 4]
     labels = [ignore, ignore, 5, 6, ignore, 2, 4]
     [b] = local([{"tokens": tokens, "labels": labels}], labels="labels", ignore=ignore)
@@ -477,7 +476,7 @@ def test_an_explicit_mask_is_cut_with_its_document() -> None:
 
 
 class Answers(Numbered):
-    """Labels of their own: only the second half counts."""
+    """Samples with a field of labels, of which only the second half counts."""
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         found = super().__getitem__(number)
@@ -628,7 +627,7 @@ def test_tokens_for_labels_are_warned_of() -> None:
 
 
 def shared_by_valid(group: Any) -> str:
-    """What a share says that is to be divided by the batch's labels, most of which this rank may hold."""
+    """Return the error of ``step.share`` when its count is that of the whole batch instead of this rank's."""
     with Loader(Numbered([90, 1, 2]), planner(3), budget=200, group=group, planning=Planning(workers=0)) as loader:
         (batch,) = loader
     try:
@@ -701,7 +700,9 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
     ],
 )
 def test_labels_of_another_shape_are_told_what_they_should_be(labels: list[Any], said: str) -> None:
-    """They never belong to the document as a whole, which is what is said of other fields."""
+    """The error never suggests ``document_fields``, as it does for other fields: labels cannot belong to a document as
+    a whole.
+    """
     with pytest.raises(ValueError, match=said) as found:
         local([{"tokens": [5, 6, 7], "labels": torch.tensor(labels)}], labels="labels")
     assert "document_fields" not in str(found.value)
@@ -726,7 +727,7 @@ def test_all_tokens_of_a_sample_may_be_seen_by_its_attention_mask() -> None:
 
 
 def disagreeing(group: Any, what: str) -> str:
-    """What is said to ranks that make their loaders differently."""
+    """Return the error that a rank gets when ranks make their loaders with different arguments or data."""
     rank = group.rank()
     data: Any = Numbered(LENGTHS[: len(LENGTHS) - rank], known=False) if what == "samples" else Numbered()
     if what == "sampler":
@@ -754,14 +755,14 @@ def disagreeing(group: Any, what: str) -> str:
     ],
 )
 def test_ranks_that_make_their_loaders_differently_are_told_so(what: str, words: str, pool: RankPool) -> None:
-    """Samples would be left out and others given twice, without an error."""
+    """Without this error, some samples would silently be left out and others be delivered twice."""
     for found in pool.run(disagreeing, what, ranks=2):
         assert re.search(words, found)
         assert "give every rank the whole dataset" in found
 
 
 def said_of_group(group: Any, given: str) -> list[str]:
-    """What is warned of, or refused, when a rank of a run of several makes a loader with this group and samples."""
+    """Return the warnings or the error when one rank of several makes a loader with the given group and samples."""
     samples: Any = Numbered()
     if given == "sampler":
         share = DistributedSampler([0] * 9, num_replicas=8, rank=0)
@@ -799,7 +800,7 @@ def said_of_group(group: Any, given: str) -> list[str]:
 def test_a_forgotten_group_is_named_and_data_parallelism_may_be_said(
     given: str, words: str | None, pool: RankPool
 ) -> None:
-    """The ranks of the pool are a run of 8, of which this is one."""
+    """The test runs on one rank of the pool, whose world has 8."""
     (said,) = pool.run(said_of_group, given, ranks=1)
     assert len(said) == (words is not None)
     assert words is None or re.search(words, said[0])
@@ -816,7 +817,7 @@ def test_a_sample_that_cannot_be_read_is_an_error_on_every_rank() -> None:
 
 
 def test_an_epoch_leaves_no_memory_behind() -> None:
-    """A small version of what ``make data`` does with 1,000,000 lengths."""
+    """``make data`` does the same with 1,000,000 lengths."""
     lengths = np.random.default_rng(0).integers(1, 80, 2_000)
     data = Plain(lengths)
     with Loader(data, planner(1), budget=2_000, shuffle=True, planning=Planning(workers=0)) as loader:

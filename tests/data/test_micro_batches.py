@@ -1,4 +1,6 @@
-"""A step over the planner's caps comes in several parts, as many on every rank, and nothing is lost between them."""
+"""Tests of micro-batches from the loader: a step that exceeds the planner's caps comes in parts, equally many on every
+rank, that together hold all of its documents.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_a_document_that_cannot_be_planned_is_named_by_its_sample() -> None:
 
 @pytest.mark.parametrize(("marked", "weights"), [((True, False), [0.0, 1.0]), ((True, True), [1.0, 1.0])])
 def test_a_part_without_a_label_weighs_nothing(marked: tuple[bool, bool], weights: list[float]) -> None:
-    """A prompt that was cut off before its answer; of a step without any label every loss is 0, whatever it weighs."""
+    """Such a part is, for example, a prompt that was cut off before its answer. If no part of a step has a label, every
+    loss is 0, and the weights do not matter.
+    """
     ids = torch.arange(30)
     samples = [{"input_ids": ids, "labels": torch.full_like(ids, -100) if empty else ids} for empty in marked]
     with Loader(

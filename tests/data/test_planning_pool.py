@@ -1,7 +1,7 @@
-"""Proves that planner processes may die, stop, dawdle or fail: training goes on with a warning or stops with the cause.
+"""Tests of planner processes that die, stop, are slow or fail: training continues with a warning, or stops with an
+error that names the cause, and no sample is lost or delivered twice.
 
-No sample is lost or given twice by that. Processes misbehave on purpose, told by files in a folder (see
-``misbehaving.py``).
+Processes misbehave on purpose, as files in a folder tell them (see ``misbehaving.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def loader(folder: Path, **options: Any) -> Loader:
 
 
 def gone(pid: int, seconds: float = 10.0) -> bool:
-    """Whether a process ends within a time; one that only waits to be collected has ended."""
+    """Return whether a process ends within a time; a zombie counts as ended."""
     for _ in range(int(seconds * 50)):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -56,7 +56,7 @@ def test_a_killed_worker_is_replaced_with_a_warning(tmp_path: Path) -> None:
         found = []
         for batch in data:
             found.append(batch.samples.tolist())
-            if batch.number == 2:  # and once more, from outside
+            if batch.number == 2:  # kill another worker, this time from outside
                 os.kill(data.plans.processes()[0], signal.SIGKILL)  # type: ignore[union-attr]
     assert found == EXPECTED
     assert data.stats.deaths >= 1 and data.stats.planned_ahead == len(EXPECTED)
@@ -157,7 +157,7 @@ def test_a_planner_that_cannot_be_loaded_is_an_error_with_the_cause() -> None:
     pool.close()
 
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"  # where lib is
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"  # the script below imports lib from there
 SCRIPT = """
 import sys, time
 import numpy as np
@@ -180,10 +180,10 @@ if sys.argv[1] == "wait":
 
 @pytest.mark.parametrize("ending", ["exit", "interrupt", "kill"])
 def test_no_process_stays_behind(ending: str) -> None:
-    """A script without a __main__ guard, which ends in three ways while its worker is in the middle of a plan."""
+    """A script without a ``__main__`` guard ends in each of three ways while its worker is in the middle of a plan."""
     command = [sys.executable, "-c", SCRIPT, "exit" if ending == "exit" else "wait"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # A background job inherits that SIGINT is ignored.
+    # A background job of a shell inherits an ignored SIGINT, so the default handler is restored.
     with subprocess.Popen(
         command, cwd=BENCHMARKS, **pipes, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     ) as process:
@@ -198,7 +198,9 @@ def test_no_process_stays_behind(ending: str) -> None:
 
 
 def test_a_worker_whose_parent_has_ended_says_nothing() -> None:
-    """The parent ends before the worker could say that it is ready, and its lifeline is not yet seen to be closed."""
+    """The parent ends before the worker could report that it is ready, and before the worker notices that the parent's
+    end of the lifeline pipe is closed.
+    """
     script = """
 import os, pickle, sys
 from multiprocessing import Pipe

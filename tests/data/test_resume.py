@@ -1,5 +1,5 @@
-"""Proves that a training run killed with signal 9 goes on bitwise:
-a sample of what ``make data`` does at twenty moments.
+"""Tests that a training run that is killed with signal 9 and resumed gives bitwise the same samples and losses.
+``make data`` kills runs at twenty moments.
 """
 
 from __future__ import annotations

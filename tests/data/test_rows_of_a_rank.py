@@ -1,5 +1,5 @@
-"""Proves what one rank gets of a batch, without other processes: which rows, on which device, how many labels count,
-and the smallest budget there is.
+"""Tests of what one rank gets of a batch, without other processes: its rows, their device, the count of its labels, and
+the smallest budget.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def local(data: Any, **options: Any) -> list[LocalBatch]:
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
 def test_all_tensors_of_a_batch_are_on_the_device_that_is_asked_for(device: str | None) -> None:
-    """Fields are the columns beside tokens and labels, which have attributes of their own."""
+    """``batch.fields`` holds the other columns; tokens and labels are attributes of the batch."""
     [batch] = local(Numbered([9, 12], known=True), document_fields=["images"], device=device)
     assert set(batch.fields) == {"weight"}
     tensors = (batch.tokens, batch.labels, batch.positions, batch.documents, batch.fields["weight"])
@@ -51,7 +51,7 @@ def test_a_budget_of_one_token_is_one_token_a_batch() -> None:
 
 
 def test_segments_are_the_ranges_of_documents_in_the_order_of_local_rows() -> None:
-    """Token by token, for two ranks of a zigzag, each with two runs of a document that is cut."""
+    """Compared token by token for two ranks of a zigzag plan, each of which keeps two runs of a cut document."""
     placement = planner(2, "zigzag")([10, 6]).placement
     for rank in range(2):
         kept = segments(placement, rank)

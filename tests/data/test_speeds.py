@@ -1,5 +1,5 @@
-"""Speeds that telemetry measures reach the planner as numbered corrections:
-the same on all ranks, after the look-ahead, replayable.
+"""Tests of following measured speeds: telemetry's measurements reach the planner as corrections that are the same on
+all ranks, take effect after the look-ahead, and can be replayed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_speeds_are_relative_rounded_and_near_ones_are_left_alone() -> None:
         700,
         1000,
         1000,
-    )  # the model's own error
+    )  # all ranks slower than predicted: an error of the cost model, which cancels out
     assert agreed_speeds([(1000, 1000), (980, 1000), (1000, 1000)], [1000] * 3) is None
     assert agreed_speeds([(704, 1000), (1000, 1000), (1000, 1000)], [700, 1000, 1000]) is None
     assert agreed_speeds([(1000, 1000), (1000, 1000), (1000, 1000)], [700, 1000, 1000]) == (1000, 1000, 1000)
@@ -51,9 +51,9 @@ def test_a_correction_is_in_force_from_its_step_on() -> None:
 
 
 def slowed(rank: int, slow: int | None) -> Any:
-    """Measurements of work that took as long as it should have, on one rank as long as at 70 % of its speed.
+    """Patch measurements so that work takes the expected time, but on rank ``slow`` as long as at 70 % of its speed.
 
-    What the clock says is taken first and only looked at: a machine with other work would make it anything.
+    The real measurement is only checked to be above 0, because its value depends on other work on the machine.
     """
     plain = MeasuredWork.since_last
 
@@ -66,7 +66,7 @@ def slowed(rank: int, slow: int | None) -> Any:
 
 
 def trained(group: Any, state: dict[str, Any] | None, steps: int, every: int, slow: int | None) -> dict[str, Any]:
-    """Hashes and work of the steps, and states before the first and after the last."""
+    """Return the hashes and the work of the steps' plans, and the loader's states before and after them."""
     rank, ranks = group.rank(), group.size()
     telemetry = flexcp.Telemetry() if every else None
     options: dict[str, Any] = {"budget": 500, "lookahead": LOOKAHEAD, "workers": 1, "telemetry": telemetry}
@@ -97,7 +97,7 @@ def test_a_slow_rank_gets_less_after_the_look_ahead_and_a_replay_plans_the_same(
     told = found[0]["after"]["speeds"]
     assert all(each["after"]["speeds"] == told and each["hashes"] == found[0]["hashes"] for each in found)
     epoch, first, speeds = told[0]
-    assert (epoch, first) == (0, EVERY + LOOKAHEAD)  # the first step that nobody had asked for
+    assert (epoch, first) == (0, EVERY + LOOKAHEAD)  # the first step whose plan had not been ordered yet
     assert speeds == [700 if rank == slow else 1000 for rank in range(ranks)]
 
     plain = pool.run(trained, None, steps, 0, None, ranks=ranks)[0]

@@ -1,5 +1,5 @@
-"""Proves that a loader goes on from its state at the exact next sample: any source, look-ahead and number of ranks,
-at any step.
+"""Tests that a loader resumes from its state at exactly the next sample, with any kind of dataset, look-ahead and
+number of ranks, at any step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODES = ["known", "read", "stream", "stateful"]
 def made(mode: str) -> Any:
     if mode in ("known", "read"):
         return Numbered(known=mode == "known")
-    lengths = LENGTHS * 2  # more than is read ahead
+    lengths = LENGTHS * 2  # more samples than the loader reads ahead
     return Stream(lengths) if mode == "stream" else StatefulStream(lengths)
 
 
@@ -34,7 +34,7 @@ def loader(data: Any, group: Any = None, **options: Any) -> Loader:
 
 
 def described(batch: Any) -> Any:
-    """Everything that must be the same after a resume."""
+    """Return everything of a batch that must be the same after a resume."""
     return (
         batch.epoch,
         batch.number,
@@ -46,7 +46,7 @@ def described(batch: Any) -> Any:
 
 
 def saved(state: dict[str, Any]) -> Any:
-    """Through a file and back, as a checkpoint goes."""
+    """Save and load a state, as a checkpoint does."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -78,7 +78,7 @@ def test_resume_at_every_step_of_two_epochs(mode: str) -> None:
 
 
 def test_a_stateful_stream_gives_nothing_twice() -> None:
-    """Samples that were read ahead and not delivered are in the state, so the stream is not asked for them again."""
+    """Samples that were read ahead and not delivered are in the state, so they are not read from the stream again."""
     with loader(StatefulStream(LENGTHS * 3), lookahead=3) as running:
         steps = iter(running)
         next(steps), next(steps)
@@ -149,7 +149,7 @@ def test_a_closed_loader_is_not_iterated() -> None:
 
 
 def part(group: Any, mode: str, state: Any, steps: int | None) -> tuple[list[Any], Any]:
-    """(samples and local tokens of each step, rank 0's state afterwards) of some steps from a state."""
+    """Run some steps from a state; return samples, indices and local tokens of each step, and the state afterwards."""
     got = []
     with loader(made(mode), group) as data:
         if state is not None:

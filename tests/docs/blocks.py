@@ -1,11 +1,11 @@
-"""Blocks of Python and commands in the docs, and what a comment before a block says about running it.
+"""Blocks of Python and commands in the docs, and the HTML comments that say how tests run the block after them.
 
-(nothing)                    run in CI, after the blocks before it on its page: Python with their names, commands in
+(nothing)                    run in CI after the earlier blocks of the page: Python in their namespace, commands in
                              their folder
 <!-- run: torchrun N -->     Python run in CI as a script on N processes
-<!-- not run here: why -->   not run; why, or where and when it ran
-<!-- before: code -->        Python run in CI after ``code``, which readers do not see: what a fragment takes for
-                             granted
+<!-- not run here: why -->   not run; the comment says why, or where and when it ran
+<!-- before: code -->        Python run in CI after ``code``, which readers do not see and which defines the names that
+                             a fragment uses
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """``ranks`` is 0 for a block that runs in one process; ``excuse`` says why one does not run at all."""
+    """A block of code. ``ranks`` is 0 if it runs in one process; ``excuse`` says why it does not run at all."""
 
     page: str
     line: int
@@ -42,14 +42,14 @@ class Block:
 
 
 def pages() -> dict[str, str]:
-    """The text of README.md and of every page, by its path inside docs."""
+    """Return the text of README.md and of every page of docs, by its path inside docs."""
     docs = ROOT / "docs"
     found = {page.relative_to(docs).as_posix(): page.read_text() for page in sorted(docs.rglob("*.md"))}
     return {"README.md": (ROOT / "README.md").read_text(), **found}
 
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:
-    """The blocks of a page."""
+    """Yield the blocks of a page, with what the comments before them say."""
     for found in FENCE.finditer(text):
         note = (found["note"] or "").strip()
         line = text.count("\n", 0, found.start("code"))
@@ -77,7 +77,7 @@ def all_blocks(language: str = "python") -> list[Block]:
 
 
 def run_script(folder: Path, said: str, environment: dict[str, str]) -> None:
-    """The life of a process that runs ``script.py`` of a folder; what it prints goes to the file ``said`` there."""
+    """Run ``script.py`` of a folder in this process; what it prints goes to the file ``said`` in that folder."""
     os.chdir(folder)
     os.environ.update(environment)
     with open(said, "w") as file:

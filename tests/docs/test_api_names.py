@@ -1,5 +1,5 @@
-"""Proves that docs/api.md has the signature and docstring of every public name as the code has them,
-readable without a site.
+"""Tests that docs/api.md has the signature and docstring of every public name as in the code, in Markdown that is
+readable without building the site.
 """
 
 from __future__ import annotations

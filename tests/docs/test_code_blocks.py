@@ -1,5 +1,5 @@
-"""Proves that the docs' Python blocks run. A page's blocks run in order in one namespace;
-scripts run on real processes.
+"""Tests that the Python blocks of the docs run. The blocks of a page run in order in one namespace; scripts run on
+several real processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flexcp.measure.ranks import PRELOAD
 
 BLOCKS = blocks.all_blocks()
 ELSEWHERE = {"data.md"}
-"""Pages whose blocks tests beside their own code run (tests/data/test_docs.py)."""
+"""Pages whose blocks another test runs (tests/data/test_docs.py)."""
 PAGES = sorted({block.page for block in BLOCKS if block.ranks == 0 and block.excuse is None} - ELSEWHERE)
 SCRIPTS = {block.name: block for block in BLOCKS if block.ranks}
 
@@ -26,7 +26,7 @@ def test_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     names: dict[str, object] = {"__name__": "__docs__"}
     for block in BLOCKS:
         if block.page == page and block.ranks == 0 and block.excuse is None:
-            # Lines in tracebacks are the page's own.
+            # Empty lines before the code make line numbers in tracebacks those of the page.
             code = compile("\n" * block.line + block.code, str(blocks.ROOT / page), "exec")
             exec(block.before, names)
             exec(code, names)
@@ -34,8 +34,8 @@ def test_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_on_several_processes(name: str, tmp_path: Path) -> None:
-    """With the environment that torchrun gives its processes, forked from a server that has imported torch,
-    which takes seconds.
+    """Processes get the environment variables that torchrun would set. They are forked from a server that has already
+    imported torch, because importing takes seconds.
     """
     block = SCRIPTS[name]
     (tmp_path / "script.py").write_text(block.code)
@@ -81,7 +81,7 @@ def test_what_comments_mean() -> None:
 
 @pytest.mark.parametrize("page", ["frameworks.md", "data.md"])
 def test_whoever_reads_how_to_sum_gradients_reads_that_a_mean_is_wrong_there(page: str) -> None:
-    """Nothing can see this mistake, so the text beside the snippet must say it, with the way out."""
+    """No code can detect this mistake, so the text beside the snippet must warn of it and say what to do instead."""
     paragraphs = blocks.pages()[page].split("\n\n")
     warned = [text for text in paragraphs if "fsdp.sum_gradients`" in text and "too large as there are ranks" in text]
     assert len(warned) == 1 and "mean" in warned[0] and "share(" in warned[0]

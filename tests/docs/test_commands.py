@@ -1,4 +1,4 @@
-"""Proves that the commands of README and docs run, and that those named in passing exist with their options."""
+"""Tests that commands in blocks of README and docs run, and that commands named in text exist with their options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_pages_that_matter_have_commands_that_run() -> None:
 
 
 def named_commands() -> list[tuple[str, str]]:
-    """(page, command) of everything in code marks or blocks that begins like one."""
+    """Return (page, command) of everything in backticks or code blocks that begins like a command."""
     found = []
     for page, text in blocks.pages().items():
         spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
@@ -71,7 +71,7 @@ def named_commands() -> list[tuple[str, str]]:
 
 
 def options_of(words: list[str]) -> tuple[str, set[str]]:
-    """The command that ``words`` name, and its options."""
+    """Return the name of the flexcp command that ``words`` begin with, and its options."""
     command, name = COMMAND, "flexcp"
     for word in words:
         if not hasattr(command, "commands") or word.startswith("-"):
@@ -103,7 +103,7 @@ def test_commands_named_in_the_text_exist() -> None:
 
 
 def test_paths_named_in_the_text_exist() -> None:
-    """A reader has the repository: whatever a page names in it is there."""
+    """Every path of this repository that a page names exists."""
     wrong = []
     for page, text in blocks.pages().items():
         for path in re.findall(

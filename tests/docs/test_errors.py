@@ -1,4 +1,4 @@
-"""Proves that errors are stated once: the page and the README say what the package's file says."""
+"""Tests that the page of errors and the README state the errors of the simulator that the package's file records."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves that the site builds with warnings as errors, holds every page and public name,
-and asks nothing of the network.
+"""Tests that the site builds with warnings as errors, has every page and public name, and loads nothing from other
+hosts.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def test_every_picture_is_on_a_page() -> None:
 
 
 def test_pictures_of_both_themes_exist() -> None:
-    """The site checks Markdown alone."""
+    """Pictures for two themes are HTML tags, which mkdocs does not check; it checks Markdown links alone."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found = [(page, path) for page in pages for path in re.findall(r'\bsrc(?:set)?="([^"]+)"', page.read_text())]
     assert found and not [(page.name, path) for page, path in found if not (page.parent / path).is_file()]
 
 
 def test_the_readme_is_short() -> None:
-    """At most 1,000 words, not counting blocks of code, comments, tags and the rules of tables."""
+    """At most 1,000 words, not counting code blocks, comments, HTML tags and the rules of tables."""
     text = (ROOT / "README.md").read_text()
     text = re.sub(r"^```.*?^```$|<!--.*?-->|<[^>\n]+>", "", text, flags=re.MULTILINE | re.DOTALL)
     words = [word for word in text.split() if not re.fullmatch(r"[|#*-]+", word)]
@@ -78,7 +78,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
-    """The site checks those of its own pages."""
+    """The README is no page of the site, so mkdocs does not check its links."""
     for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
         path, _, anchor = target.partition("#")
         text = (ROOT / path).read_text() if path.endswith(".md") else ""

@@ -1,4 +1,4 @@
-"""Proves that numbers which are stated twice agree: the README and the summary quote tables of result pages."""
+"""Tests that the numbers which the README and the summary quote are those of the tables of result pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves that the table of trainers is what its script writes, but for the day,
-and that every test it stands on exists.
+"""Tests that the table of trainers in docs/trainers.md is what its script writes, except for the date, and that every
+test which the table relies on exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "trainers.md").read_text()
 
 
 def test_the_page_has_the_table() -> None:
-    """Versions, lines to change, and what works, as they are in this checkout."""
+    """The page has the versions, the lines to change, and the features that work, as they are in this checkout."""
     try:
         found = table()
     except PackageNotFoundError as error:
@@ -46,7 +46,7 @@ def test_a_test_that_failed_is_in_the_table_and_other_words_are_kept() -> None:
 
 
 def test_all_tests_of_an_environment_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of them did not pass is what fails, skipped ones too."""
+    """A test that did not pass counts as failed, also if it was skipped."""
     ran: list[str] = []
 
     def passed(environment: str, tests: list[str], steps: int) -> set[str]:

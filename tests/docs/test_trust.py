@@ -1,5 +1,5 @@
-"""Proves that docs/trust.md names tests that exist, that ``make faults`` runs all of them, and that every long run is a
-target of the Makefile with its last result beside it.
+"""Tests that docs/trust.md names tests that exist, that ``make faults`` runs all of them, and that every long run in
+docs/trust.md is a target of the Makefile and has its last result beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs on the ranks in tests of averaged gradients; light to import (see parallel_runs.py)."""
+"""Functions that run on ranks in tests of averaged gradients; light to import (see parallel_runs.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN = Run("llama")
 
 
 class Small(nn.Module):
-    """One layer of attention, as a user's own model would have it."""
+    """A model with one layer of attention, as a user would write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def tokens(count: int = sum(LENGTHS)) -> Tensor:
 
 
 UNEVEN = (range(10), range(10, sum(LENGTHS)))
-"""Tokens of two ranks."""
+"""Which tokens each of two ranks keeps: not equally many."""
 EVEN = [19, 1, 8, 6]
 """Documents that two ranks can hold in equal parts."""
 
@@ -60,20 +60,20 @@ def bound(group: dist.ProcessGroup | None, layout: Any = "free", lengths: list[i
 
 
 def sum_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotation that is a string
-    """A user's own communication hook, which sums."""
+    """A communication hook of a user, which sums gradients instead of averaging them."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
     return work.then(lambda done: done.value()[0])
 
 
 def whole(gradient: Any) -> Tensor:
-    """A gradient, gathered where FSDP2 has sharded it."""
+    """Return a gradient, gathered if FSDP2 has sharded it."""
     found: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return found
 
 
 def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: str = "none") -> dict[str, Any]:
-    """(loss of the batch, gradients) of :class:`Small`, or what was refused;
-    ``wrapping`` is how DDP or FSDP2 is used, if it is.
+    """Return the batch's loss and gradients of :class:`Small`, or the message of a refusal. ``wrapping`` says whether
+    and how DDP or FSDP2 is used.
     """
     model: nn.Module = Small()
     if wrapping.startswith("FSDP2"):
@@ -112,7 +112,7 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
     except ValueError as error:
         return {"refused": str(error)}
     found = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
-    with torch.no_grad():  # nothing is averaged where there is no backward
+    with torch.no_grad():  # not refused: without a backward nothing is averaged
         step.loss(model(step.shard(tokens()), step), labels)
     if group is not None and wrapping in ("none", "no_sync"):
         for gradient in found.values():
@@ -126,7 +126,7 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
 
 
 class Deep(nn.Module):
-    """A layer with attention, and a head of the model's own."""
+    """A layer with attention, and a head outside that layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Deep(nn.Module):
 
 
 def run_summed_between(group: dist.ProcessGroup, gradients: Gradients, how: str) -> str | None:
-    """Why a loss is refused, if it is, where a part of the model is sharded after ``sum_gradients``."""
+    """Return why a loss is refused, or None, if a part of the model is sharded after ``fsdp.sum_gradients``."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -160,7 +160,7 @@ def run_summed_between(group: dist.ProcessGroup, gradients: Gradients, how: str)
 
 
 def run_replicas(group: dist.ProcessGroup, how: str, replicas: int | None) -> dict[str, Any]:
-    """(gradients, warnings) of two replicas of two ranks, or of four of one, under FSDP2 over all."""
+    """Return gradients and warnings of two replicas of two ranks, or four of one rank, with FSDP2 over all ranks."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -196,7 +196,7 @@ class Failing(Small):
 
 
 def run_after_a_failure(group: dist.ProcessGroup, gradients: Gradients, wrapping: str) -> dict[str, Any]:
-    """:func:`run_small`, after the forward of a model that FSDP2 averages ended in an exception."""
+    """Call :func:`run_small` after the forward of another model under FSDP2 ended in an exception."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -210,7 +210,7 @@ def run_after_a_failure(group: dist.ProcessGroup, gradients: Gradients, wrapping
 
 
 def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
-    """What is warned of in training steps under DDP whose loss is ``taken`` so, and the gradients of the last one."""
+    """Return the warnings of training steps under DDP whose loss is computed as ``taken`` says, and gradients."""
     model = DistributedDataParallel(Small(), process_group=group)
     kept = evaluated(model, group) if taken == "own, beside an evaluation" else None
     with warnings.catch_warnings(record=True) as caught:
@@ -251,8 +251,8 @@ def loss_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def evaluated(model: nn.Module, group: dist.ProcessGroup) -> tuple[Step, ...]:
-    """Steps that a loss was said of, which nobody trains on: of an evaluation, of a forward that is only looked at,
-    of gathered logits.
+    """Return steps whose loss is known but never trained on: of an evaluation, of a forward without a backward, and of
+    gathered logits.
     """
     steps = tuple(bound(group, UNEVEN) for _ in range(3))
     stream = tokens()
@@ -283,7 +283,9 @@ class TwoSteps(nn.Module):
 
 
 def warned_of_two_steps(group: dist.ProcessGroup, said: bool, reentrant: bool) -> list[str]:
-    """What is warned of where one loss, by the decoder's step or one's own, reaches the attention of two steps."""
+    """Return the warnings when the backward of one loss reaches the attention of two steps. The loss is
+    ``decoder.loss`` if ``said``, else a plain mean of the user.
+    """
     model = DistributedDataParallel(TwoSteps(reentrant), process_group=group)
     encoder, decoder = bound(group, UNEVEN), bound(group, UNEVEN)
     rows, labels = encoder.shard(tokens()), decoder.labels(tokens())
@@ -297,13 +299,13 @@ def warned_of_two_steps(group: dist.ProcessGroup, said: bool, reentrant: bool) -
 
 
 def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str) -> dict[str, Any]:
-    """(loss of the batch, the gradient of a weight) of a Hugging Face model under DDP or FSDP2, or what was refused."""
+    """Return the batch's loss and a gradient of a Hugging Face model under DDP or FSDP2, or a refusal's message."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     from flexcp.frameworks import fsdp, huggingface
 
-    gc.collect()  # models whose forward was refused, for which FSDP2 goes on to say that it runs
+    gc.collect()  # drop models whose forward was refused: FSDP2 still marks their forward as running
     huggingface.register()
     model: nn.Module = make_model(RUN, "flexcp" if wrapper == "DDP, registered" else "eager")
     if wrapper != "DDP, registered":
@@ -323,7 +325,7 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
-            if wrapper.endswith("own count"):  # as a script that makes the keywords itself has them
+            if wrapper.endswith("own count"):  # as in a script that makes these keywords itself
                 given = {name: value for name, value in given.items() if name != "gradients"} | {
                     "num_items_in_batch": 9
                 }

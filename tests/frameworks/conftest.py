@@ -1,8 +1,9 @@
-"""Ranks for packages that insist on the whole world (Accelerate, torchtitan, Megatron-Core take no process group).
+"""Pools of ranks for packages that always use the whole world (Accelerate, torchtitan and Megatron-Core take no process
+group).
 
-These packages take seconds to import, so the process that ranks are forked from imports the heaviest once. They also
-make dozens of groups and leave them, whose threads wake a hundred times a second: every file of tests has ranks of its
-own.
+These packages take seconds to import, so the process that ranks are forked from imports the heaviest ones once. They
+also create dozens of process groups and never destroy them, and the threads of those groups keep waking up; therefore
+every test file gets ranks of its own.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
-    """A world of two ranks."""
+    """A pool whose world has two ranks."""
     with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
-    """A world of four."""
+    """A pool whose world has four ranks."""
     with RankPool(4) as pool:
         yield pool

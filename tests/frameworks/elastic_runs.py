@@ -1,4 +1,4 @@
-"""What runs on the ranks in the test of elastic restarts; light to import (see parallel_runs.py)."""
+"""Functions that run on ranks in the test of elastic restarts; light to import (see parallel_runs.py)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from loss_warning import refusing_the_loss_warning
 
 
 def trained(group: dist.ProcessGroup, folder: Path, steps: int) -> list[dict[str, Any]]:
-    """The example's steps on these ranks, from the newest checkpoint in ``folder`` if there is one."""
+    """Run the steps of the example on these ranks, from the newest checkpoint in ``folder`` if there is one."""
     with refusing_the_loss_warning():
         return [step._asdict() for step in loaded("elastic_restart").train(group, folder, steps)]
 
 
 def first_logits(group: dist.ProcessGroup, weights: str) -> torch.Tensor:
-    """Logits of one stream by the example's sharded model with the weights of a Hugging Face checkpoint."""
+    """Return logits of the example's sharded model with the weights of a Hugging Face checkpoint."""
     import flexcp
     from flexcp.frameworks import huggingface
 

@@ -1,5 +1,5 @@
-"""Runs an example on the ranks of a pool: its own ``main``, in a group that already exists;
-light to import (see parallel_runs.py).
+"""Run the ``main`` of an example on the ranks of a pool, in a process group that already exists; light to import (see
+parallel_runs.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def loaded(name: str) -> ModuleType:
-    """An example as a module."""
+    """Return an example, imported as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -28,7 +28,7 @@ def loaded(name: str) -> ModuleType:
 
 
 def printed(group: dist.ProcessGroup, name: str, arguments: list[str]) -> str:
-    """What the example prints on this rank."""
+    """Run an example and return what it prints on this rank."""
     text = io.StringIO()
     with (
         patch("sys.argv", [name, *arguments]),

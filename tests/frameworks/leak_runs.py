@@ -1,5 +1,5 @@
-"""The leak probe: what changes in a model's logits when one packed document does;
-light to import (see parallel_runs.py).
+"""The leak probe: which logits of a model change when one packed document changes; light to import (see
+parallel_runs.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = FAMILIES | {
 
 
 def made(family: str) -> Any:
-    """A tiny model in float64, the same every time."""
+    """Return a tiny model in float64, with the same weights in every call."""
     import transformers
 
     name, special = MODELS[family]
@@ -55,19 +55,19 @@ def documents() -> list[Tensor]:
 
 
 def perturbed() -> list[Tensor]:
-    """The same documents, one of them with other tokens throughout."""
+    """Return the same documents, with all tokens of one of them changed."""
     return [(x + 1) % SIZES["vocab_size"] if i == PERTURBED else x for i, x in enumerate(documents())]
 
 
 def logits_alone(family: str) -> Tensor:
-    """Logits of all documents, each by itself in Transformers' own attention."""
+    """Return logits of all documents, each run alone with Transformers' own attention."""
     model = made(family)
     with torch.no_grad():
         return torch.cat([model(x[None], use_cache=False).logits[0] for x in documents()])
 
 
 def logits_on_ranks(group: dist.ProcessGroup, family: str) -> tuple[Tensor, Tensor]:
-    """Logits of the stream before and after the change, of all ranks."""
+    """Return logits of the whole packed stream, gathered from all ranks, before and after the change."""
     from flexcp.frameworks import huggingface
 
     model = made(family)

@@ -1,8 +1,8 @@
-"""What runs on the ranks in the tests of the Megatron-Core adapter; examples/megatron_on_cpu.py lets it run on CPUs.
+"""Functions that run on ranks in tests of the Megatron-Core adapter, on CPUs by examples/megatron_on_cpu.py.
 
-A tiny GPT is trained in two ways: alone, as stock Megatron with its own attention, document by document on one rank;
-and planned, under TP x PP x (DP x CP), from the same weights. Without TransformerEngine Megatron lacks two things,
-which are given to it here: a layer norm for sequence parallelism, and a core attention for multi-latent attention (for
+A tiny GPT is trained in two ways from the same weights: *alone*, by stock Megatron with its own attention, document by
+document on one rank; and *planned*, under TP x PP x (DP x CP). Without TransformerEngine Megatron lacks two parts,
+which are defined here: a layer norm for sequence parallelism, and a core attention for multi-latent attention (used in
 the run alone).
 """
 
@@ -25,7 +25,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A run: parallel sizes, how it is planned, what else the config says."""
+    """A run: its parallel sizes, how it is planned, and further fields of the config."""
 
     tp: int = 1
     pp: int = 1
@@ -40,7 +40,7 @@ class Case:
 
 
 def documents(step: int) -> list[Tensor]:
-    """Token ids of a step's documents: one longer than a rank's share, several short, one of a single token."""
+    """Return token ids of a step's documents: one longer than a rank's share, several short ones, one of one token."""
     generator = torch.Generator().manual_seed(step)
     lengths = [37 + step, 1, 12, 5, 20 - step, 3, 9, 2]
     return [torch.randint(VOCABULARY // 4, (n,), generator=generator) for n in lengths]
@@ -60,7 +60,7 @@ def config_of(case: Case, alone: bool = False, **more: Any) -> Any:
         "sequence_parallel": case.tp > 1,
         "pipeline_dtype": torch.float32,
         "variable_seq_lengths": case.pp > 1 and case.pad_to == 1,
-        "moe_token_dispatcher_type": "alltoall",  # what Megatron wants with lengths that vary, experts or not
+        "moe_token_dispatcher_type": "alltoall",  # Megatron requires it for lengths that vary, also without experts
     }
     return kind(
         **sizes | ({} if alone else parallel) | case.config | more,
@@ -77,8 +77,8 @@ def config_of(case: Case, alone: bool = False, **more: Any) -> Any:
 
 
 class Norm(torch.nn.LayerNorm):
-    """A layer norm whose gradients Megatron sums over sequence-parallel ranks.
-    Its own for CPUs refuses sequence parallelism.
+    """A layer norm whose gradients Megatron sums over sequence-parallel ranks. Megatron's own layer norm for CPUs
+    refuses sequence parallelism.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -88,7 +88,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 class LatentAttention(torch.nn.Module):
-    """Causal attention of one document, ``[tokens, 1, heads, size]`` with values of their own size."""
+    """Causal attention of one document, ``[tokens, 1, heads, size]``; values may have another size than keys."""
 
     def __init__(self, softmax_scale: float, **_: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class LatentAttention(torch.nn.Module):
 
 
 def block_spec(case: Case) -> Any:
-    """Megatron's own layers on torch alone, with our norm."""
+    """Return the spec of Megatron's layers that need torch alone, with the :class:`Norm` of this file."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -127,7 +127,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def alone(group: dist.ProcessGroup, case: Case, steps: int) -> tuple[list[float], Arrays, Arrays] | None:
-    """(losses, gradients of the first step, initial weights) of stock Megatron on rank 0, one document at a time."""
+    """Train stock Megatron on rank 0, one document at a time; return losses, first gradients and initial weights."""
     from megatron_on_cpu import megatron_world
 
     with megatron_world():
@@ -154,8 +154,8 @@ def alone(group: dist.ProcessGroup, case: Case, steps: int) -> tuple[list[float]
 
 
 def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -> tuple[list[float], Arrays, Share]:
-    """(losses on the last stage, this rank's gradients of the first step
-    by full name, its :class:`Share` of the work).
+    """Train under plans; return the losses (on the last stage), this rank's gradients of the first step by their names
+    in the whole model, and this rank's :class:`Share` of the work.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -195,7 +195,7 @@ def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -
             for p in model.parameters():
                 p.grad = p.main_grad
             optimizer.step()
-            optimizer.zero_grad()  # Megatron adds what is left there to main_grad
+            optimizer.zero_grad()  # Megatron would add what is left in .grad to main_grad
         layers = len(model.decoder.layers)
         moved = [b.step.sent_bytes["forward"] for b in given]
         wanted = [b.step.plan.bytes()[b.step.rank] * layers for b in given]
@@ -208,8 +208,8 @@ def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part: tokens of each micro-batch, bytes it sent forward and those of the plans,
-    what tensor parallelism gave it.
+    """A rank's share of the work: tokens of each micro-batch, bytes that it sent in forwards, bytes of the plans, and
+    how tensor parallelism cuts its parameters.
     """
 
     counts: list[int]
@@ -219,7 +219,7 @@ class Share:
 
 
 class Noting:
-    """A data iterator that notes what it gives."""
+    """A data iterator that appends every batch it yields to a list."""
 
     def __init__(self, inner: Any, given: list[Any]) -> None:
         self.inner, self.given = inner, given
@@ -230,8 +230,8 @@ class Noting:
 
 
 def check(results: list[tuple[list[float], Arrays, Share]], stock: tuple[list[float], Arrays, Arrays]) -> None:
-    """Losses of the last stage, gradients of every parameter of every rank
-    and bytes are what stock Megatron and the plans say.
+    """Check that the losses of the last stage and the gradients of all parameters on all ranks are those of stock
+    Megatron, and that the bytes sent are those of the plans.
     """
     losses, gradients, _ = stock
     assert any(found for found, _, _ in results)
@@ -247,7 +247,7 @@ def check(results: list[tuple[list[float], Arrays, Share]], stock: tuple[list[fl
 
 
 def full_names(model: torch.nn.Module, state: Any) -> dict[str, str]:
-    """Names as the whole model has them: layers of later stages and experts of other ranks are numbered on."""
+    """Return names of parameters as in the whole model, where layers and experts are numbered over all ranks."""
     found = {}
     for name, _ in model.named_parameters():
         parts = name.split(".")
@@ -262,14 +262,14 @@ def full_names(model: torch.nn.Module, state: Any) -> dict[str, str]:
 
 
 def shards(model: torch.nn.Module, names: dict[str, str], state: Any) -> dict[str, tuple[int, int, int]]:
-    """By full name: the dimension tensor parallelism cuts, this rank's part, the parts."""
+    """Return (dimension that tensor parallelism cuts, this rank's part, number of parts) of cut parameters."""
     rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
     cut = {names[n]: getattr(p, "partition_dim", -1) for n, p in model.named_parameters()}
     return {n: (dim, rank, size) for n, dim in cut.items() if dim is not None and dim >= 0}
 
 
 def part_of(full: np.ndarray, shard: tuple[int, int, int] | None) -> np.ndarray:
-    """This rank's part of a parameter of the whole model."""
+    """Return this rank's part of a parameter of the whole model."""
     return full if shard is None else np.split(full, shard[2], shard[0])[shard[1]]
 
 

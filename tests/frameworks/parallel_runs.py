@@ -1,7 +1,7 @@
-"""What runs on the ranks in tests of the frameworks room.
+"""Functions that run on ranks in tests of framework adapters.
 
-Kept apart and light to import: every rank of the pool imports the module of a function it is handed, also ranks that
-will not run it. Heavy packages are imported where they are used.
+They are in a file of their own that is light to import: every rank of the pool imports the module of a function that
+the pool is given, also ranks that do not run it. Heavy packages are imported where they are used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ STEPS = 3
 
 
 class Longer(Run):
-    """Every rank keeps more than one token in every step: graphs of sizes 0 and 1 are compiled apart,
-    by torch's choice.
+    """A run in which every rank keeps more than one token in every step, because torch.compile compiles separate graphs
+    for sizes 0 and 1.
     """
 
     def lengths(self, step: int) -> list[int]:
@@ -36,7 +36,7 @@ class Longer(Run):
 
 
 class Training:
-    """A model on this rank, the optimizer of the single-process run, and one step of it."""
+    """A model on this rank with the optimizer of the single-process run, and a method that runs one training step."""
 
     def __init__(self, group: dist.ProcessGroup, run: Run, change: Callable[[nn.Module], None] = lambda model: None):
         from flexcp.frameworks import huggingface
@@ -54,7 +54,7 @@ class Training:
         tokens = self.run.tokens(number)
         with torch.set_grad_enabled(train):
             found = self.forward(**self.inputs(tokens, step))
-            # Transformers takes its own loss in float32.
+            # Transformers computes its loss in float32.
             plain = self.run.dtype == "float32"
             loss = found.loss if plain else step.loss(found.logits[0][: step.local_tokens], step.labels(tokens))
         if train:
@@ -65,7 +65,7 @@ class Training:
 
     def update(self) -> None:
         for parameter in self.model.parameters():
-            if parameter.grad is not None and type(parameter.grad) is Tensor:  # FSDP2 has summed its own
+            if parameter.grad is not None and type(parameter.grad) is Tensor:  # not FSDP2's DTensors
                 dist.all_reduce(parameter.grad, group=self.group)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -123,7 +123,7 @@ def with_selective_checkpointing(group: dist.ProcessGroup, run: Run) -> list[flo
 
 
 def with_accumulation(group: dist.ProcessGroup, run: Run) -> list[float]:
-    """Documents dealt to two micro-batches, each under its own plan; FSDP2 reduces once."""
+    """Train with documents dealt to two micro-batches, each under its own plan; FSDP2 reduces gradients once."""
     from flexcp.frameworks import huggingface
 
     training = Training(group, run, partial(shard, group))
@@ -160,8 +160,8 @@ def with_mixed_precision(group: dist.ProcessGroup, run: Run) -> list[float]:
 
 
 def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) -> list[float]:
-    """The first four ranks train. All make the mesh: torch names groups by how many a rank has made, and ranks that
-    have made more than others would wait for ever in the next mesh of all.
+    """Train on the first four ranks. All ranks make the mesh: torch names groups by how many a rank has made, so ranks
+    that have made different numbers of groups would wait forever for each other in the next mesh of all ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -185,7 +185,7 @@ def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) 
         losses.append(summed(loss, training.group))
         for parameter in training.model.parameters():
             grad = parameter.grad
-            if isinstance(grad, DTensor):  # sequence parallel norms hold shares of their gradient
+            if isinstance(grad, DTensor):  # norms under sequence parallelism hold partial gradients
                 parameter.grad = grad = grad.redistribute(placements=parameter.placements)
                 grad = grad.to_local()
             dist.all_reduce(grad, group=training.group)
@@ -195,8 +195,8 @@ def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) 
 
 
 def split_heads(mesh: DeviceMesh, model: Any, sequence: bool) -> None:
-    """Tensor parallelism by torch's own styles; with ``sequence``,
-    everything between attention and MLP holds half of the rows.
+    """Apply tensor parallelism by torch's parallel styles; with ``sequence``, everything between attention and MLP
+    holds half of the rows.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -233,7 +233,7 @@ def split_heads(mesh: DeviceMesh, model: Any, sequence: bool) -> None:
 
 
 def with_everything(group: dist.ProcessGroup, run: Run) -> list[float | int]:
-    """Layers compiled whole, recomputed in backward, sharded by FSDP2."""
+    """Train with layers that are compiled without graph breaks, recomputed in backward and sharded by FSDP2."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -251,7 +251,7 @@ def with_everything(group: dist.ProcessGroup, run: Run) -> list[float | int]:
 
 
 def with_a_compiled_model(group: dist.ProcessGroup, run: Run) -> tuple[list[float], list[float], int]:
-    """Losses of a whole model of one layer as it is and compiled, and how often it compiled."""
+    """Return the losses of a model of one layer, uncompiled and compiled as a whole, and the count of compilations."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     def one_layer(model: Any) -> None:
@@ -266,7 +266,7 @@ def with_a_compiled_model(group: dist.ProcessGroup, run: Run) -> tuple[list[floa
 
 
 def side_by_side(group: dist.ProcessGroup, runs: list[Run]) -> list[list[float]]:
-    """Two models in turn: forward of both, then backward of both, in the other order."""
+    """Train two models together: the forwards of both, then the backwards of both in reverse order."""
     trainings = [Training(group, run) for run in runs]
     losses: list[list[float]] = [[], []]
     for number in range(STEPS):
@@ -276,7 +276,7 @@ def side_by_side(group: dist.ProcessGroup, runs: list[Run]) -> list[list[float]]
             step = flexcp.bind(make_plan(run, training.model.config, number), group)
             logits = training.model(**training.inputs(run.tokens(number), step)).logits[0]
             pending.append(step.loss(logits[: step.local_tokens], step.labels(run.tokens(number))))
-            del step  # the graph keeps what backward needs
+            del step  # the autograd graph keeps what the backward needs
         for loss, training, mine in reversed(list(zip(pending, trainings, losses, strict=True))):
             loss.backward()
             training.update()
@@ -296,36 +296,36 @@ def with_evaluation(group: dist.ProcessGroup, run: Run) -> tuple[list[float], li
 
 
 def streams_of_their_own(group: dist.ProcessGroup, given: str) -> str:
-    """What a rank hears when token ids are ``given`` to a group's first step: the same to all, others to each, too few
-    to rank 1, or with labels that only one rank has.
+    """Return what a rank is told when token ids are ``given`` to a group's first step: the same ids to all ranks, other
+    ids to each, too few to rank 1, other labels to each, or labels to one rank alone.
     """
     from flexcp.frameworks import huggingface
 
     plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
     step = flexcp.bind(plan, group, timeout=4)
     huggingface.inputs(torch.arange(16) + step.rank, flexcp.bind(plan, group))  # later steps are not compared
-    step.collectives.step = 1  # the pool's groups had theirs long ago
+    step.collectives.step = 1  # as in a new group; the pool has used this one before
     try:
         if given == "too few" and step.rank == 1:
             huggingface.inputs(torch.arange(15), step)
         if given == "other labels":
             labels = [torch.arange(16), torch.where(torch.arange(16) < 3, -100, torch.arange(16))]
             huggingface.inputs(torch.arange(16), step, labels[step.rank])
-        if given == "labels of one rank":  # which are what the other one takes by default
+        if given == "labels of one rank":  # these labels are the default that the other rank uses
             huggingface.inputs(torch.arange(16), step, torch.arange(16) if step.rank else None)
         huggingface.inputs(torch.arange(16) + (step.rank if given == "others" else 0), step)
         huggingface.inputs(torch.arange(16) + step.rank, step)  # a step that is used again is not compared
     except (ValueError, RuntimeError) as error:
         return str(error)
     finally:
-        dist.barrier(group)  # nobody takes away what another still reads
+        dist.barrier(group)  # delete the key only after all ranks have read it
         if step.rank == 0:
             group.get_group_store().delete_key("flexcp/said/token ids/0")
     return "accepted"
 
 
 def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
-    """What a turned-on model and a loss warn of, whose ids are ``ids``."""
+    """Return the warnings of a turned-on model and its loss; ``ids`` says where this rank's token ids come from."""
     from flexcp.frameworks import huggingface
 
     run = Run("llama")
@@ -345,7 +345,7 @@ def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
 
 
 def rows_after_a_failure(group: dist.ProcessGroup) -> bool:
-    """Whether logits have all rows of this rank, after a forward without a token on some ranks failed."""
+    """Return whether logits have all rows of this rank after an earlier forward, with empty ranks, failed."""
     from flexcp.frameworks import huggingface
 
     model = make_model(Run("llama"), "eager")
@@ -367,8 +367,8 @@ def rows_after_a_failure(group: dist.ProcessGroup) -> bool:
 
 
 def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
-    """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients)
-    where ranks have no token.
+    """Train a batch that leaves some ranks without a token; return this rank's tokens, and the differences of the loss
+    and (the largest) of the gradients from those of one process.
     """
     from flexcp.frameworks import huggingface
 
@@ -381,7 +381,7 @@ def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
     logits = model(step.shard(tokens)[None], position_ids=step.positions[None], step=step, use_cache=False).logits[0]
     loss = step.loss(logits, step.labels(tokens))
     loss.backward()
-    # Transformers' own loss and softmax would be in float32.
+    # Not by Transformers' own loss and softmax, which are in float32.
     huggingface.turn_on(alone)
     logits = alone(tokens[None], use_cache=False, step="alone").logits[0, :-1]
     right = nn.functional.cross_entropy(logits, tokens[1:])
@@ -396,7 +396,7 @@ def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
 
 
 def counted_labels(group: dist.ProcessGroup, gradients: Gradients) -> int:
-    """The number of labels that a model is given, as an integer."""
+    """Return the number of labels that a model is given, as an integer."""
     from flexcp.frameworks import huggingface
 
     plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
@@ -405,7 +405,7 @@ def counted_labels(group: dist.ProcessGroup, gradients: Gradients) -> int:
 
 
 def whole_stream(group: dist.ProcessGroup, positions: bool) -> str:
-    """What a turned-on model says to the ids of all ranks, beside positions of this one or none."""
+    """Return the error of a turned-on model that gets the ids of all ranks, with or without this rank's positions."""
     from flexcp.frameworks import huggingface
 
     run = Run("llama", ranks=2)
@@ -434,9 +434,9 @@ def without_a_step(group: dist.ProcessGroup, tokens: Tensor, positions: Tensor) 
 def logits_or_message(
     group: dist.ProcessGroup | None, config: Any, lengths: list[int], on: bool = True, ranks: int = 2
 ) -> Tensor | str:
-    """The logits of the whole stream by a model of ``config`` under a plan, or why it was refused.
+    """Return the logits of the whole stream by a model of ``config`` under a plan, or why the model was refused.
 
-    Without ``on`` the model is not turned on: flexcp is only its attn_implementation.
+    Without ``on``, ``huggingface.turn_on`` is not called; flexcp is only the model's ``attn_implementation``.
     """
     import transformers
 

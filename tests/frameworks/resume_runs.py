@@ -1,8 +1,8 @@
-"""Runs that stop in the middle of an epoch and go on, under TRL and Lightning:
-on the ranks of a pool, or plain in this process.
+"""Runs under TRL and Lightning that are resumed in the middle of an epoch: with flexcp on the ranks of a pool, or
+without it in this process.
 
-Both have shuffled data that lasts a few steps, so that ten steps after a resume also cross into an epoch that has an
-order of its own. Light to import (see parallel_runs.py).
+An epoch of the shuffled data lasts a few steps, so the ten steps after a resume also cross into the next epoch, which
+has another order. Light to import (see parallel_runs.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_runs import reset_accelerate
 from trl_runs import place_of_rank
 
 SAVED = 11
-"""The step whose checkpoint a run goes on from."""
+"""The step whose checkpoint a run resumes from."""
 STEPS = 21
 ACCUMULATED = 2
 """Micro-batches of a step under TRL."""
@@ -31,7 +31,7 @@ ACCUMULATED = 2
 
 @dataclass(frozen=True)
 class Found:
-    """What a run logged, and in how many steps it goes once through its data."""
+    """The losses and evaluation losses that a run logged, and the number of steps of an epoch."""
 
     losses: list[float]
     evaluated: list[float]
@@ -39,14 +39,16 @@ class Found:
 
 
 def found(entries: list[dict[str, Any]], epoch: int) -> Found:
-    """The losses among what a trainer logged."""
+    """Return the losses among the log entries of a trainer."""
     losses, evaluated = ([entry[name] for entry in entries if name in entry] for name in ("loss", "eval_loss"))
     return Found(losses, evaluated, epoch)
 
 
 @contextmanager
 def in_the_place_of_an_example(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """What an example finds when it is started: torchrun's environment where there are ranks, and its own folder."""
+    """Set up what an example has when it is started as a script: torchrun's environment variables if there are ranks,
+    and the folder of examples on ``sys.path``.
+    """
     with (
         patch.dict(os.environ, {} if group is None else place_of_rank()),
         patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
@@ -57,7 +59,7 @@ def in_the_place_of_an_example(group: dist.ProcessGroup | None) -> Iterator[None
 
 
 def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
-    """TRL's SFTTrainer on packed conversations: our example's trainer on ranks, TRL's own where there are none."""
+    """Train packed conversations: with the trainer of flexcp's TRL example on ranks, or TRL's SFTTrainer without."""
     with in_the_place_of_an_example(group):
         from transformers import TrainerCallback
         from trl import SFTConfig, SFTTrainer
@@ -99,7 +101,7 @@ def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
         )
 
         class Seen(TrainerCallback):  # type: ignore[misc]  # Transformers' types are Any here
-            """What this run logs: a resumed run's history begins with that of the run before."""
+            """Collects what this run logs; the history of a resumed run begins with that of the earlier run."""
 
             def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **others: Any) -> None:
                 entries.append(logs)
@@ -111,8 +113,8 @@ def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
 
 
 def lightning(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
-    """The module of Lightning's example, or of its plain twin where there are no ranks, with checkpoints and a loader
-    that has a state.
+    """Train the module of flexcp's Lightning example on ranks, or of its twin without flexcp in this process, with
+    checkpoints and a data loader that has a state.
     """
     with in_the_place_of_an_example(group):
         from lightning.pytorch import Trainer
@@ -130,8 +132,8 @@ def lightning(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Fou
         held_out = [words(text) for text in made_text.prompts(32, seed=1)["prompt"]]
 
         def loader(data: list[Any], shuffle: bool) -> StatefulDataLoader[Any]:
-            # Lightning begins to iterate before it tells samplers the epoch: one without a state has drawn the first
-            # epoch's order by then.
+            # Lightning starts iterating before it tells samplers the epoch; by then a sampler without a state has
+            # drawn the order of the first epoch.
             dealt = StatefulDistributedSampler(data, ranks, rank, shuffle)
             return StatefulDataLoader(data, 8 // ranks, sampler=dealt, collate_fn=DataCollatorWithFlattening())
 

@@ -1,4 +1,4 @@
-"""What runs on the ranks in tests of shared rollouts; light to import (see parallel_runs.py)."""
+"""Functions that run on ranks in tests of shared rollouts; light to import (see parallel_runs.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 import flexcp
 
 LENGTHS = [[9, 3, 1, 30], [2, 17, 5], [12]]
-"""Rollouts of each rank: the last one has none in most micro-batches."""
+"""Lengths of the rollouts of each rank; the last rank has none in most micro-batches."""
 CAP = 12
 
 
@@ -20,13 +20,13 @@ def rollouts(rank: int) -> list[Tensor]:
 
 
 def weights(rank: int) -> list[Tensor]:
-    """What the loss weighs each token by, other for every one."""
+    """Return the weights of the loss, another one for every token."""
     return [torch.linspace(rank + 1, 2, len(x), dtype=torch.float64) for x in rollouts(rank)]
 
 
 def learned_together(group: dist.ProcessGroup) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
-    """(This rank's rollouts in each micro-batch, their log-probabilities
-    in the caller's order, gradients summed over ranks).
+    """Return the numbers of this rank's rollouts in each micro-batch, their log-probabilities in the caller's order,
+    and gradients summed over ranks.
     """
     from flexcp.frameworks import huggingface
     from flexcp.frameworks.rollouts import shared_rollouts
@@ -49,8 +49,8 @@ def learned_together(group: dist.ProcessGroup) -> tuple[list[list[int]], list[Te
 
 
 def learned_alone() -> tuple[list[list[Tensor]], list[Tensor]]:
-    """(Log-probabilities of every rank's rollouts, gradients),
-    one rollout after another in Transformers' own attention.
+    """Return the log-probabilities of all ranks' rollouts, and gradients, computed one rollout after another with
+    Transformers' own attention.
     """
     model = made("gemma3")
     found: list[list[Tensor]] = []

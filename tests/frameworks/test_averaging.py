@@ -1,5 +1,5 @@
-"""Proves that shares of a loss give the batch's gradients, summed or averaged over ranks,
-and that one taken for the other is named.
+"""Tests of loss shares: a rank's share of the loss gives the batch's gradients, whether gradients are summed or
+averaged over ranks, and a share made for the other reduction is refused with a clear message.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_shares_that_fsdp2_would_reduce_otherwise_are_refused_by_name(
 @pytest.mark.parametrize("gradients", ["summed", "averaged"])
 @pytest.mark.parametrize("how", ["before the root", "before a head"])
 def test_a_model_that_fsdp2_sums_in_part_is_refused_in_one_line(two: RankPool, gradients: Gradients, how: str) -> None:
-    """Each of the two words would be wrong."""
+    """Both ``gradients="summed"`` and ``gradients="averaged"`` would be wrong for such a model."""
     for said in two.run(run_summed_between, gradients, how):
         assert said.startswith("some FSDP2 modules of this model sum gradients and others average them: call ")
         assert "sum_gradients(model) after the last fully_shard" in said
@@ -94,13 +94,13 @@ def test_frozen_modules_have_no_gradients_to_sum(two: RankPool) -> None:
 
 
 def assert_times_the_mean(found: dict[str, Any], factor: float, replicas: int) -> None:
-    """A rank's gradients are ``factor`` times the mean of the replicas'."""
+    """Check that a rank's gradients are ``factor`` times the mean of the replicas' gradients."""
     for name, gradient in mean_of_replicas(replicas).items():
         torch.testing.assert_close(found["gradients"][name], factor * gradient, atol=1e-12, rtol=1e-10)
 
 
 def mean_of_replicas(count: int) -> dict[str, torch.Tensor]:
-    """The mean of the gradients of replicas, each on a process of its own."""
+    """Return the mean of the replicas' gradients, each computed as on one process."""
     found: list[dict[str, torch.Tensor]] = []
     for replica in range(count):
         model, step, stream = Small(), bound(None), tokens().roll(replica)
@@ -152,7 +152,7 @@ def test_replicas_divide_the_ranks(four: RankPool) -> None:
 
 @pytest.mark.parametrize("wrapping", ["none", "FSDP2 summed"])
 def test_a_forward_that_failed_is_not_taken_for_the_next_models(two: RankPool, wrapping: str) -> None:
-    """FSDP2 says of a module for good that its forward runs where an exception ended it."""
+    """If an exception ends the forward of an FSDP2 module, FSDP2 keeps marking that forward as running."""
     right = run_small(None, "summed")
     for found in two.run(run_after_a_failure, "summed", wrapping):
         assert found.get("refused") is None
@@ -235,13 +235,13 @@ def test_whoever_says_how_the_loss_is_divided_is_not_warned_and_is_right(two: Ra
 
 @pytest.mark.parametrize("taken", ["two batches", "equal counts"])
 def test_what_may_be_right_is_not_warned_of(two: RankPool, taken: str) -> None:
-    """One backward of two batches' shares, and the mean over a rank's rows where all ranks hold as many."""
+    """The backward of the shares of two batches together, and a rank's own mean if all ranks hold equally many rows."""
     assert [found["warnings"] for found in two.run(warned, taken)] == [[], []]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_of_two_steps_has_one_loss(two: RankPool, reentrant: bool) -> None:
-    """Also where checkpointing runs backwards of its own inside the loss's."""
+    """This also holds where reentrant checkpointing runs backwards of its own inside the backward of the loss."""
     assert two.run(warned_of_two_steps, True, reentrant) == [[], []]
     for found in two.run(warned_of_two_steps, False, reentrant):
         assert len(found) == 2, "of both steps"
@@ -249,7 +249,7 @@ def test_a_model_of_two_steps_has_one_loss(two: RankPool, reentrant: bool) -> No
 
 @pytest.mark.parametrize("wrapper", ["DDP", "DDP, registered", "DDP, compiled", "DDP, as a tuple", "DDP, own loss"])
 def test_a_hugging_face_loss_is_said_where_it_is_trained_on(two: RankPool, wrapper: str) -> None:
-    """The keywords alone say nothing: a mean of one's own over the logits beside them is still one."""
+    """The keywords of ``huggingface.inputs`` are not enough: a user's own mean over the logits is warned of."""
     for found in two.run(run_huggingface, "averaged", wrapper):
         assert len(found["warnings"]) == (1 if wrapper == "DDP, own loss" else 0)
 

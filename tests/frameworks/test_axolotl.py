@@ -1,7 +1,7 @@
-"""Proves the example of axolotl: with the plugin two ranks log what axolotl alone logs on one process.
+"""Tests of the axolotl example: with flexcp's plugin two ranks log the numbers that axolotl alone logs on one process.
 
-axolotl pins other versions of Transformers and TRL than these tests' environment has: ``make axolotl`` makes one of its
-own and runs this file there. In ``make test`` it is skipped.
+axolotl pins other versions of Transformers and TRL than the environment of these tests has: ``make axolotl`` makes a
+separate environment and runs this file there. In ``make test`` the file is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
 
 
 def trained(folder: Path, settings: str, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    """axolotl's own command with an example's settings, in a folder that has the made text."""
+    """Run axolotl's command with the settings of an example, in a folder that has a tiny model and synthetic text."""
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     words = [*start, "axolotl.cli.train", str(ROOT / "examples" / f"{settings}.yaml"), *options]
     alone = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "examples")}
@@ -42,7 +42,7 @@ def trained(folder: Path, settings: str, ranks: int, *options: str) -> subproces
 
 
 def logged(folder: Path, settings: str, ranks: int, *options: str) -> list[dict[str, Any]]:
-    """What a run logged, as its last checkpoint has it."""
+    """Run axolotl and return its log, read from the last checkpoint."""
     output = f"build/{settings}"
     found = trained(folder, settings, ranks, f"--output_dir={output}", *options)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
@@ -52,7 +52,7 @@ def logged(folder: Path, settings: str, ranks: int, *options: str) -> list[dict[
 
 
 def numbers(entries: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """What two runs have to have in common."""
+    """Return the logged numbers that two runs must have in common."""
     return [{name: entry[name] for name in SAME if name in entry} for entry in entries]
 
 

@@ -1,5 +1,5 @@
-"""Proves Llama 4's layers in one process: chunks in some, a temperature by the place in the document in others.
-Ranks are in test_leaks.
+"""Tests of Llama 4's layers in one process: some attend in chunks, others scale queries by a temperature that depends
+on the position in the document. test_leaks.py runs them on ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def test_masks_are_those_of_the_layers() -> None:
 
 
 def test_packed_documents_are_attended_alone() -> None:
-    """Though the model keeps positions, by which they are told apart, from its layers."""
+    """This holds although Llama 4 does not pass positions, by which documents are told apart, on to its layers."""
     model = made("llama4")
     huggingface.turn_on(model)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])

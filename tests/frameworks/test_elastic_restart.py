@@ -1,5 +1,5 @@
-"""Proves that a run goes on with another number of ranks: a checkpoint of 4, resumed on 3 and on 6,
-has the same samples and losses.
+"""Tests that a run can be resumed on another number of ranks: a checkpoint of 4 ranks, resumed on 3 and on 6, gives the
+same samples and losses.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from elastic_runs import first_logits, stream, trained
 from flexcp.measure.ranks import RankPool
 
 SAVED, STEPS = 3, 6
-"""The example saves every 3 steps; of this data an epoch has 4."""
+"""The example saves every 3 steps; an epoch of its data has 4 steps."""
 
 
 @pytest.fixture(scope="module")
 def run(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Folder and steps of a run on 4 ranks that nobody interrupts."""
+    """Folder and steps of an uninterrupted run on 4 ranks."""
     folder = tmp_path_factory.mktemp("run")
     return folder, pool.run(trained, folder, STEPS, ranks=4)[0]
 
@@ -41,7 +41,7 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
 def test_weights_are_a_stock_checkpoint_and_load_from_one(
     pool: RankPool, run: tuple[Path, list[dict[str, Any]]]
 ) -> None:
-    """Transformers alone reads what a run wrote, and a sharded model on ranks begins from what Transformers wrote."""
+    """Transformers alone loads the weights that a run saved, and a sharded model loads what Transformers saved."""
     from transformers import AutoModelForCausalLM
 
     weights = run[0] / "weights"

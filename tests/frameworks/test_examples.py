@@ -1,5 +1,5 @@
-"""Proves that the examples run: each on two real ranks with tiny sizes, with a loss that falls,
-or equals what it must.
+"""Tests that the examples run: each on two real ranks with tiny sizes, with a loss that falls, or equals that of one
+process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def test_trees_give_the_loss_and_gradient_of_separate_sequences(two: RankPool, t
 
 
 def test_the_swap_trains_as_one_process(two: RankPool) -> None:
-    """The example's own model, alone and with plain attention:
-    the same losses, and gradients of the same size under DDP.
+    """The example's model, trained on one process with plain attention, has the same losses and gradient norms as the
+    example under DDP.
     """
     example = loaded("attention_swap")
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_the_swap_trains_as_one_process(two: RankPool) -> None:
 
 
 def test_a_hugging_face_model_under_ddp_trains_as_one_process(two: RankPool) -> None:
-    """The example's own model, alone and with Transformers' attention, document by document."""
+    """The reference is the example's model on one process with Transformers' attention, document by document."""
     example = loaded("huggingface_ddp")
     torch.manual_seed(0)
     model = example.AutoModelForCausalLM.from_config(example.CONFIG, attn_implementation="eager")
@@ -95,7 +95,9 @@ def test_a_hugging_face_model_under_ddp_trains_as_one_process(two: RankPool) -> 
 
 
 def test_the_swap_is_the_attention_only_swap() -> None:
-    """The README's fragment is cut from this file: few marked lines, the user's layout, nothing else of flexcp."""
+    """The README shows a fragment of this example, so all its flexcp calls must be in five lines marked "# new", with
+    the contiguous layout.
+    """
     text = (EXAMPLES / "attention_swap.py").read_text()
     assert 'layout="contiguous"' in text
     lines = text[text.index("def main") :].splitlines()

@@ -1,5 +1,5 @@
-"""Proves the Hugging Face adapter around the numbers: masks by layer, packing, refusals by name,
-and that a given step cannot go unused.
+"""Tests of the Hugging Face adapter: masks by layer, packing, refusals that name the cause, and that a step which the
+model never uses is an error. Training on ranks is tested in test_huggingface_training.py.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_positions_that_nobody_gave_are_the_steps(models: dict[str, Any], family
     assert huggingface.masks(model) == huggingface.masks(model.config)
     order = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
     plan = permuting_planner(family)(LENGTHS, masks=huggingface.masks(make_config(family)), layout=[order])
-    for _ in range(2):  # the second forward of a step is one like the first
+    for _ in range(2):  # the step of each turn is used by several forwards
         step = flexcp.bind(plan)
         for arguments, more in (((), {"position_ids": None}), ((), {}), ((None, None), {})):
             logits = model(step.shard(TOKENS)[None], *arguments, use_cache=False, step=step, **more).logits[0]
@@ -140,7 +140,7 @@ def test_labels_of_ones_own_are_shifted_and_counted() -> None:
 
 
 def test_a_batch_without_a_label_counts_none_and_loses_nothing(models: dict[str, Any]) -> None:
-    """Several batches are weighted by their counts, in which one without a label is 0."""
+    """Several batches are weighted by their counts of labels, so the count of a batch without labels must be 0."""
     given = huggingface.inputs(TOKENS, bound(), labels=torch.full_like(TOKENS, -100))
     assert int(given["num_items_in_batch"]) == 0
     assert models["llama"][0](**given).loss.item() == 0.0
@@ -171,7 +171,7 @@ def test_a_mark_that_transformers_does_not_ignore_is_named() -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn")
 def test_autocast_reaches_queries_keys_and_values() -> None:
-    """RoPE in float32 leaves queries and keys there, and values in autocast's dtype."""
+    """RoPE in float32 leaves queries and keys in float32, while values are in autocast's dtype."""
     model, where = make_model(Run("llama", dtype="float32"), "sdpa"), flexcp.cluster("cpu", 1, 1)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         right = torch.cat([model(t[None], use_cache=False).logits[0] for t in TOKENS.split(LENGTHS)])
@@ -220,7 +220,7 @@ def test_documents_inside_the_window_need_no_window(models: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("keys", [sys.maxsize, 2**63, 10**20])
 def test_a_window_without_a_limit_is_causal(models: dict[str, Any], keys: int) -> None:
-    """Configurations write huge numbers for no window."""
+    """Some configurations write a huge number where a layer has no window."""
     config = make_config("mistral")
     config.sliding_window = keys
     planner = huggingface.planner(config, flexcp.cluster("cpu", 1, 1), "float64", strategy="dp")
@@ -259,7 +259,7 @@ def test_labels_that_the_model_would_shift_itself_are_refused(models: dict[str, 
 
 
 def test_labels_that_the_loss_would_pass_over_are_refused(models: dict[str, Any]) -> None:
-    """The loss reads shift_labels, and is divided by the number of labels that was made with them."""
+    """The loss reads ``shift_labels``, and is divided by the number of labels that was counted in them."""
     model, given = models["llama"][0], huggingface.inputs(TOKENS, bound())
     masked = given["shift_labels"].clone()
     masked[0, :7] = -100
@@ -279,7 +279,7 @@ def test_labels_that_the_loss_would_pass_over_are_refused(models: dict[str, Any]
 
 
 def test_a_forward_that_failed_leaves_nothing_to_the_next(pool: RankPool) -> None:
-    """A rank without a token has a row that nobody sees, which is taken from the outputs of that forward alone."""
+    """A rank without tokens runs one dummy row, which must be removed from the outputs of that forward alone."""
     assert all(pool.run(rows_after_a_failure, ranks=3))
 
 
@@ -335,7 +335,7 @@ def test_a_loss_without_the_count_of_labels_is_refused(models: dict[str, Any]) -
 
 
 def test_labels_that_only_the_loader_ignores_are_refused(models: dict[str, Any]) -> None:
-    """Transformers' loss ignores -100 alone."""
+    """Transformers' loss ignores -100 and no other mark."""
     model, step = models["llama"][0], bound()
     given = huggingface.inputs(TOKENS, step)
     model(**given)
@@ -345,14 +345,14 @@ def test_labels_that_only_the_loader_ignores_are_refused(models: dict[str, Any])
 
 
 def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
-    """A rank that went on would wait for the others in its first layer."""
+    """A rank that was not refused would wait for the other ranks in its first layer."""
     assert pool.run(streams_of_their_own, "the same", ranks=2) == ["accepted", "accepted"]
     for said in pool.run(streams_of_their_own, "others", ranks=2):
         assert re.match(r"the token ids of rank 1 are not those of rank 0.*huggingface_trainer\.prepared", said)
 
 
 def test_labels_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
-    """Each rank would divide by another count."""
+    """Otherwise each rank would divide its loss by another count."""
     assert pool.run(streams_of_their_own, "labels of one rank", ranks=2) == ["accepted", "accepted"]
     for said in pool.run(streams_of_their_own, "other labels", ranks=2):
         assert said.startswith("the labels of rank 1 are not those of rank 0")
@@ -373,7 +373,9 @@ def test_a_rank_that_cannot_give_its_token_ids_is_not_waited_for_longer_than_bin
     ],
 )
 def test_ids_are_those_of_the_step_and_not_the_labels(pool: RankPool, ids: str, words: list[str]) -> None:
-    """Positions that the adapter fills in are no asking of the user's, and neither are labels."""
+    """A warning tells users who never asked the step for their rows. Positions that the adapter fills in do not count
+    as asking, and neither do labels.
+    """
     for said in pool.run(ids_cut_by_hand, ids, ranks=2):
         assert len(said) == len(words)
         assert all(re.search(word, text) for word, text in zip(words, said, strict=True))
@@ -419,7 +421,7 @@ def test_a_planner_has_the_models_heads() -> None:
 def test_a_planner_reads_heads_as_the_models_type_does(
     tmp_path: Path, family: str, fields: dict[str, Any], heads: tuple[int, int, int]
 ) -> None:
-    """As ``flexcp advise --model`` reads them from the file."""
+    """``flexcp advise --model`` reads the same numbers of heads from the saved ``config.json``."""
     config = AutoConfig.for_model(family, num_attention_heads=8, num_hidden_layers=2, vocab_size=64, **fields)
     config.save_pretrained(tmp_path)
     for shape in (huggingface.planner(config, flexcp.cluster("cpu", 1, 1)).shape, read_config(tmp_path).shape):
@@ -561,7 +563,7 @@ def test_a_model_whose_positions_begin_behind_padding_is_refused(family: str) ->
     [("opt", {"ffn_dim": 8, "word_embed_proj_dim": 8, "dropout": 0.0}), ("gpt2", {"attn_pdrop": 0, "resid_pdrop": 0})],
 )
 def test_learned_positions_are_those_of_the_model_itself(family: str, more: dict[str, Any]) -> None:
-    """OPT adds its offset inside its table, which has no row for padding."""
+    """OPT also has an offset of positions, but adds it inside its embedding, so it is not refused as RoBERTa is."""
     sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more), dtype=torch.float64)
     model.eval()
@@ -590,7 +592,7 @@ def test_turning_on_again_changes_nothing() -> None:
 
 
 def test_models_of_one_config_are_turned_on_together_and_those_of_a_copy_are_not() -> None:
-    """As the docstring of ``turn_on`` says: Transformers keeps the choice in the config."""
+    """Transformers keeps the attention implementation in the config, as the docstring of ``turn_on`` says."""
     config = make_config("llama")
     shared, of_copy = (type(make_model(Run("llama"), "sdpa"))(c) for c in (config, copy.deepcopy(config)))
     huggingface.turn_on(type(shared)(config))
@@ -614,7 +616,7 @@ def test_a_step_given_to_a_model_that_ignores_it_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"never used it"), used(step):
         model(**huggingface.inputs(TOKENS, step))
     huggingface.turn_on(model)
-    model.set_attn_implementation("sdpa")  # somebody turns it off again
+    model.set_attn_implementation("sdpa")  # a user switches back to another attention
     with pytest.raises(RuntimeError, match=r"never used it"):
         model(**huggingface.inputs(TOKENS, step))
     model.set_attn_implementation("flexcp")
@@ -630,7 +632,7 @@ def test_no_step_on_several_ranks_must_be_meant(pool: RankPool) -> None:
 
 
 def test_nothing_is_copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers' q, k, v are views of the projections, row by row as flexcp wants them."""
+    """q, k and v of the layers are views of the projections, already in the row layout that flexcp needs."""
     seen: list[Tensor] = []
 
     def look(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -644,7 +646,7 @@ def test_nothing_is_copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_copied_on_the_way_back() -> None:
-    """Gradients reach the projections as they were made: no view of q, k or v fills zeros to copy them into."""
+    """Gradients reach the projections without a copy: no backward of a view fills zeros and copies into them."""
 
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

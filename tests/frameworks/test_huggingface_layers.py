@@ -1,5 +1,5 @@
-"""Proves that layers which would train wrongly on a rank's rows are refused by name: rotary embeddings that choose
-frequencies by the longest position, and layers that mix tokens otherwise than by attention.
+"""Tests that layers which would train wrongly on a rank's rows are refused by name: rotary embeddings whose frequencies
+depend on the longest position, and layers that mix tokens by other means than attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chu
 
 
 def gemma3_with(kind: str) -> PreTrainedConfig:
-    """Gemma 3 has rotary parameters for each kind of layers."""
+    """Return a Gemma 3 config, which has separate rotary parameters for each kind of layer."""
     of_kinds = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default"} | THETA}
     sizes = SIZES | {"max_position_embeddings": 32, "sliding_window": 7, "layer_types": [kind, "full_attention"]}
     return transformers.Gemma3TextConfig(**sizes, rope_parameters=of_kinds)

@@ -1,5 +1,5 @@
-"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch,
-have the same numbers.
+"""Tests of the adapter for Transformers' Trainer: a stock run in data parallelism, and a run with flexcp in which ranks
+share every batch, have the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def theirs(two: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Losses, evaluation and weights of two runs."""
+    """Check that losses, evaluation and weights of two runs are the same."""
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
     assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-5)
     for name, weight in theirs["weights"].items():
@@ -95,8 +95,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(two: RankPool, tmp_path: Path) 
 
 
 def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
-    """The Trainer weighs what ranks return by their documents,
-    of which the last batch may have fewer on one of them.
+    """The Trainer weights the losses that ranks return by their numbers of documents, which may differ in the last
+    batch; so every rank must return the loss of the whole batch.
     """
     assert two.run(evaluated_shares) == [2.5, 2.5]
 
@@ -117,14 +117,16 @@ def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
 def test_an_evaluation_that_ranks_do_not_divide_is_that_of_one_process(
     two: RankPool, tmp_path: Path, kind: str, collator: str, count: int
 ) -> None:
-    """Accelerate repeats samples in the last batch: of 11 in batches of 6 one, of 8 all that the second rank has."""
+    """Accelerate fills the last batch with repeated samples: with 11 samples in batches of 6 it repeats one; with 8,
+    all samples of the second rank are repeated ones.
+    """
     right = evaluated(None, str(tmp_path), kind, "padded", count, 6)
     for ours in two.run(evaluated, str(tmp_path), kind, collator, count, 6):
         assert ours == pytest.approx(right, rel=1e-5)
 
 
 def test_a_list_of_documents_keeps_its_columns(two: RankPool, theirs: dict[str, Any], tmp_path: Path) -> None:
-    """The Trainer removes, by default, what ``model.forward`` does not take; a wrapped forward takes the same."""
+    """By default the Trainer removes columns that ``model.forward`` does not take; a wrapped forward takes the same."""
     for ours in two.run(trained, str(tmp_path), Case(more={"remove_unused_columns": True})):
         assert_same(ours, theirs)
 
@@ -139,8 +141,8 @@ def test_a_shared_forward_has_the_models_signature() -> None:
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:
-    """The Trainer then counts no labels and scales nothing: the loss of a micro-batch is its mean,
-    and micro-batches are averaged.
+    """Without labels the Trainer does not scale by their number: the loss of a micro-batch is its mean, and
+    micro-batches are averaged.
     """
     more = {"gradient_accumulation_steps": 1}
     right = two.run(trained, str(tmp_path), Case(more=more))[0]
@@ -183,7 +185,7 @@ def test_documents_are_read_from_positions() -> None:
 
 
 def batch(**fields: list[list[int]]) -> dict[str, torch.Tensor]:
-    """A collator's batch of ids 1, 2, ... row after row, 0 where the mask is, and the given fields."""
+    """Return a collated batch of the given fields and ids 1, 2, ... row after row, with 0 where the mask is 0."""
     found = {name: torch.tensor(values) for name, values in fields.items()}
     shape = next(iter(found.values())).shape
     ids = torch.arange(1, shape.numel() + 1).view(shape)
@@ -237,7 +239,7 @@ def test_batches_that_contradict_themselves_are_refused(fields: dict[str, list[l
 
 
 def test_labels_of_padding_are_warned_of() -> None:
-    """Transformers alone would train on them."""
+    """Without flexcp, Transformers would train on these labels; flexcp drops padding."""
     padded = {"input_ids": torch.arange(1, 5)[None], "attention_mask": torch.tensor([[1, 1, 1, 0]])}
     with pytest.warns(UserWarning, match=r"1 padding tokens have labels: .*masked_fill\(attention_mask == 0, -100\)"):
         read_batch(padded | {"labels": padded["input_ids"]})

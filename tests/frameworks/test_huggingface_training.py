@@ -1,8 +1,9 @@
-"""Proves that Hugging Face models train under flexcp as on one process: loss and every parameter's gradient,
-family by family.
+"""Tests that Hugging Face models of several families train under flexcp as on one process: the same loss, and the same
+gradient of every parameter.
 
-The single process runs one document at a time through plain dense attention and knows nothing of flexcp. CI takes a
-pairwise choice of family, strategy, layout, ranks and dtype; ``make models`` takes all of them over 50 steps.
+The single process runs one document at a time through plain dense attention, without flexcp. CI runs combinations of
+family, strategy, layout, ranks and dtype in which every pair occurs; ``make models`` runs all combinations for 50
+steps.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ DTYPES = tuple(LIMITS)
 
 
 def pairwise() -> list[Run]:
-    """Every family under every strategy, with layouts, ranks and dtypes dealt so that all pairs occur.
-    groups places tokens itself.
+    """Return every family under every strategy, with layouts, ranks and dtypes chosen so that all pairs occur. The
+    strategy ``groups`` places tokens itself, so it has no other layout than ``free``.
     """
     runs = []
     for number, (family, strategy) in enumerate(product(FAMILIES, STRATEGIES)):
@@ -81,7 +82,7 @@ def test_float32_stays_within_its_limits_over_ten_steps(pool: RankPool) -> None:
 
 
 def test_ranks_without_a_token_take_part(pool: RankPool) -> None:
-    """Two tokens on four ranks: models never see an empty row, and gradients are whole."""
+    """With documents of two and one tokens on four ranks, models never get empty inputs, and gradients are complete."""
     run = Few("llama", "dp", ranks=4, steps=2)
     plan = make_plan(run, make_config("llama"), 0)
     assert 0 in plan.placement.tokens

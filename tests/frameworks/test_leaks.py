@@ -1,4 +1,4 @@
-"""Proves that packed documents stay apart under every kind of layer: change one, and exactly its positions change."""
+"""Tests that packed documents stay apart in every kind of layer: changing one document changes its own logits alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_changed_document_changes_its_own_positions_alone(pool: RankPool, fami
         before, after = pool.run(logits_on_ranks, family, ranks=ranks)[0]
         torch.testing.assert_close(
             before, right, atol=1e-5, rtol=1e-5
-        )  # norms and softmax of Transformers' own are in float32
+        )  # Transformers computes norms and softmax in float32
         moved = (after - before).abs().amax(1)
         assert bool((moved[inside] > 1e-4).all())
         assert bool((moved[~inside] < 1e-12).all())

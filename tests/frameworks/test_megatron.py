@@ -1,6 +1,4 @@
-"""Proves that the released Megatron-Core trains the same under a plan: against stock Megatron alone, document by
-document, on one rank.
-"""
+"""Tests that the released Megatron-Core trains under plans as stock Megatron does document by document on one rank."""
 
 from __future__ import annotations
 
@@ -55,9 +53,9 @@ def test_five_steps_equal_stock_megatron(four: RankPool, stock: tuple[list[float
     for _, _, share in results:
         assert all(count % case.tp == 0 for count in share.counts)
     pools = [share.counts for _, _, share in results]
-    assert all(counts == pools[0] for counts in pools)  # equal counts on the ranks of a pool
+    assert all(counts == pools[0] for counts in pools)  # all ranks that share a plan hold equally many tokens
     if case.pp > 1:
-        assert len(set(pools[0])) > 1  # that change from one micro-batch to the next
+        assert len(set(pools[0])) > 1  # and the count differs between micro-batches
 
 
 @pytest.mark.parametrize("name", SHORT)

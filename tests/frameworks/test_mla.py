@@ -1,8 +1,8 @@
-"""Proves the three forms of multi-latent attention: all equal dense attention over expanded heads,
-with the bytes that were planned.
+"""Tests of the three forms of multi-latent attention (expanded, latent, absorbed): all equal dense attention over
+expanded heads, and send the planned bytes.
 
-Values of another size than keys, latents that travel (straight, round a ring, through relays, kept for the backward),
-their gradients and those of the expansion, and what each form costs.
+The cases have values of another size than keys; latents that are sent directly, round a ring, through relays, or kept
+for the backward; gradients of latents and of the expansion; and the cost of each form.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def inputs() -> dict[str, Tensor]:
 
 
 def expand(latent: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (own numbers, then the rotated ones all heads share) and values of every head."""
+    """Return keys (each head's own part, then the rotary part that all heads share) and values of every head."""
     wide = torch.einsum("tr,hwr->thw", latent[:, :RANK], up)
     shared = latent[:, None, RANK:].expand(-1, HEADS, -1)
     return torch.cat([wide[..., :NOPE], shared], -1), wide[..., NOPE:]
 
 
 def absorb(q: Tensor, up: Tensor) -> Tensor:
-    """Queries that meet the latent itself."""
+    """Return queries that are multiplied with the latent itself instead of expanded keys."""
     return torch.cat([torch.einsum("thn,hnr->thr", q[..., :NOPE], up[:, :NOPE]), q[..., NOPE:]], -1)
 
 
@@ -128,7 +128,7 @@ def test_bytes_of_a_key_are_the_latents_whatever_the_heads() -> None:
     plans = {
         f: forms.planner(f, flexcp.cluster("h100", 1, 8), strategy="blocks")([65536]) for f in ("expanded", "latent")
     }
-    assert int(plans["latent"].bytes().sum()) % (2 * 576) == 0  # whole latents, and nothing else
+    assert int(plans["latent"].bytes().sum()) % (2 * 576) == 0  # only whole latents are sent
     assert plans["latent"].bytes().sum() < plans["expanded"].bytes().sum() / 20
 
 
@@ -147,7 +147,7 @@ def test_the_fastest_form_follows_what_must_move() -> None:
     assert form == "latent"
     assert times["latent"] < times["expanded"]
     assert times["absorbed"] > 1.5 * times["latent"]
-    # Short documents that stay whole move nothing: expanding twice in the backward is then all that latents bring.
+    # Short documents that stay whole send nothing; latents then only cost a second expansion in the backward.
     form, times = forms.fastest([4096] * 64, slow, strategy="blocks")
     assert form == "expanded"
     assert times["expanded"] <= times["latent"] < 1.2 * times["expanded"]
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         flexcp.latent_attention(given["q"], given["latent"][:, :3], expand, [given["up"]], step)
     with pytest.raises(ValueError, match="expand must make"):
         flexcp.latent_attention(given["q"], given["latent"], lambda c, w: (c, c), [given["up"]], step)
-    for part in (slice(1, None), (slice(None), slice(1, None))):  # rows, and heads, that k has and v has not
+    for part in (slice(1, None), (slice(None), slice(1, None))):  # v without a row, then without a head, that k has
 
         def short(c: Tensor, w: Tensor, part: Any = part) -> tuple[Tensor, Tensor]:
             k, v = expand(c, w)

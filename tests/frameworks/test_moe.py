@@ -1,5 +1,5 @@
-"""Proves that planned tokens pass through expert parallelism: Megatron's own experts and all-to-all, against stock
-Megatron on one rank.
+"""Tests that plans work with expert parallelism: Megatron's experts and all-to-all under a plan give the losses and
+gradients of stock Megatron on one rank.
 """
 
 from __future__ import annotations

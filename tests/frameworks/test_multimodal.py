@@ -1,8 +1,9 @@
-"""Proves that a Hugging Face vision-language model under two plans equals the same model on one process,
-gradients and all.
+"""Tests that a Hugging Face vision-language model under two plans, one for the encoder and one for the language model,
+gives the losses and gradients of the same model on one process.
 
-Images of several sizes and a video, text around them, causal as the model is trained and with spans that see both ways;
-batches as data; what balances an encoder beside what balances a language model.
+Documents have images of several sizes and a video with text around them; masks are causal, as the model is trained, or
+let image spans see both ways. Further tests are of image batches as data, and of why one plan cannot balance both
+parts.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def objective(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
 
 
 def one_process(group: dist.ProcessGroup, both_ways: bool) -> tuple[list[float], Arrays]:
-    """The stock model, document by document; for spans that see both ways its mask is given to it."""
+    """Train the stock model document by document; for spans that see both ways it is given their mask."""
     vlm = model("eager")
     return trained(vlm, lambda: stock_backward(vlm, both_ways), STEPS)
 
@@ -104,7 +105,7 @@ def stock_backward(vlm: Any, both_ways: bool) -> float:
 
 
 def two_plans(group: dist.ProcessGroup, both_ways: bool, strategy: str) -> tuple[list[float], Arrays, list[int]]:
-    """(losses, gradients summed over ranks, [patches, tokens, image tokens] of this rank)."""
+    """Return losses, gradients summed over ranks, and the patches, tokens and image tokens of this rank."""
     found, batch = documents()
     where = flexcp.cluster("cpu", 1, dist.get_world_size(group))
     common = {"dtype": "float64", "cluster": where, "strategy": strategy}
@@ -137,7 +138,7 @@ def test_two_plans_equal_one_process(pool: RankPool, ranks: int, both_ways: bool
         np.testing.assert_allclose(found, losses, rtol=1e-7)
         assert set(summed) == set(gradients)
         for name, wanted in gradients.items():
-            # The model rotates in float32.
+            # The model computes rotary embeddings in float32.
             np.testing.assert_allclose(summed[name], wanted, atol=1e-7 * max(1e-3, np.abs(wanted).max()), err_msg=name)
     _, batch = documents()
     totals = np.sum([counts for _, _, counts in results], axis=0)
@@ -202,7 +203,7 @@ def test_keywords_that_would_be_ignored_are_refused_by_name(name: str) -> None:
 
 
 def alone() -> tuple[list[VisionDocument], ImageBatch, flexcp.Step, flexcp.Step]:
-    """All documents, and the steps of both parts, on one rank."""
+    """Return all documents, and the steps of encoder and language model on one rank."""
     found, batch = documents()
     common = {"dtype": "float64", "cluster": flexcp.cluster("cpu", 1, 1)}
     encoder = flexcp.bind(flexcp.Planner(4, 4, 8, **common)(batch.encoder_lengths, flexcp.full()))
@@ -234,10 +235,10 @@ def test_a_language_model_without_positions_is_refused() -> None:
 def test_a_step_that_no_attention_uses_raises() -> None:
     found, batch, encoder, language = alone()
     vlm = model("eager")
-    with pytest.raises(RuntimeError, match="never used it"):  # nobody turned it on
+    with pytest.raises(RuntimeError, match="never used it"):  # the model was not turned on
         multimodal.encoded(vlm.model.visual, found, batch, encoder)
     multimodal.turn_on(vlm.model.visual)
-    with pytest.raises(RuntimeError, match="never used it"):  # one part of two
+    with pytest.raises(RuntimeError, match="never used it"):  # only the encoder was turned on
         multimodal.qwen_vl(vlm, found, batch, encoder, language)
     multimodal.turn_on(vlm)
     assert len(multimodal.encoded(vlm.model.visual, found, batch, encoder)) == sum(batch.encoder_lengths)
@@ -245,7 +246,7 @@ def test_a_step_that_no_attention_uses_raises() -> None:
     vlm.model.language_model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="never used it"):
         multimodal.qwen_vl(vlm, found, batch, encoder, language)
-    with pytest.raises(RuntimeError, match="never used it"):  # a loop of one's own
+    with pytest.raises(RuntimeError, match="never used it"):  # in a user's own loop
         tokens = torch.cat([d.tokens for d in found])[None]
         vlm.model.language_model(tokens, position_ids=language.positions[None], use_cache=False, step=language)
 
@@ -260,8 +261,8 @@ def test_what_balances_the_encoder_does_not_balance_the_language_model() -> None
     for rank, start, stop in zip(*language.placement.runs.matrix().tolist(), strict=True):
         owner[start:stop] = rank
     sources = batch.sources()
-    # Encoding every image where its tokens are kept instead: an image of n patches costs n x n, shared as its tokens
-    # are.
+    # Instead of under the encoder's own plan, every image is encoded where its tokens are kept: an image of n patches
+    # costs n x n, divided over ranks as its tokens are.
     size = np.repeat(batch.encoder_lengths, batch.encoder_lengths)[np.maximum(sources[:, 0], 0)] * (sources[:, 0] >= 0)
     beside = np.bincount(owner, size, minlength=4)
     assert beside.max() * 4 / beside.sum() > 1.2 * imbalance(encoder.work())

@@ -1,9 +1,9 @@
-"""Proves flexcp beside the rest of a training stack, on real ranks with a real Hugging Face model:
-the loss of one process every time.
+"""Tests of flexcp together with the rest of a training stack, on real ranks with a Hugging Face model: the loss is
+always that of one process.
 
-FSDP2, activation checkpointing (full and selective), torch.compile with few compilations however token counts change,
-gradient accumulation, mixed precision, tensor and sequence parallelism, two models in one process, evaluation between
-training steps.
+The parts are FSDP2, activation checkpointing (full and selective), torch.compile (with few compilations although token
+counts change), gradient accumulation, mixed precision, tensor and sequence parallelism, two models in one process, and
+evaluation between training steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_heads_split_over_another_mesh_axis(pool: RankPool, sequence: bool) -> N
 
 
 def test_recompute_compile_and_fsdp2_together_compile_few_times(pool: RankPool) -> None:
-    """Steps of changing token counts; the two layers share what is compiled."""
+    """Token counts change from step to step; the two layers share compiled code."""
     run = Longer("llama", ranks=2, steps=8)
     counts = {tuple(make_plan(run, make_config("llama"), n).placement.tokens.tolist()) for n in range(run.steps)}
     assert len(counts) > 4
@@ -103,7 +103,9 @@ def test_recompute_compile_and_fsdp2_together_compile_few_times(pool: RankPool) 
 
 
 def test_a_whole_model_compiles_without_a_graph_break(pool: RankPool) -> None:
-    """On one rank: what ranks add to a graph is in the layers of the test above."""
+    """One rank is enough: the layers of test_recompute_compile_and_fsdp2_together_compile_few_times already have what
+    several ranks add to a graph.
+    """
     [found] = pool.run(with_a_compiled_model, Longer("llama", ranks=1, steps=4), ranks=1)
     plain, compiled, compilations = found
     assert compiled == pytest.approx(plain, rel=1e-12)

@@ -1,5 +1,5 @@
-"""Proves that plans travel with micro-batches through two stages of torch's own pipeline:
-losses and gradients equal one process's.
+"""Tests that plans go with their micro-batches through two stages of torch's pipeline: losses and gradients are those
+of one process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexcp.train.gpt import Gpt, GptConfig
 CONFIG = GptConfig(vocabulary=32, layers=2, heads=4, kv_heads=2, head_dim=8)
 LENGTHS = [41, 3, 17, 1, 9, 26, 2, 12]
 ROOM = 48
-"""Tokens of a micro-batch on all ranks of a pool."""
+"""Tokens of a micro-batch on all ranks that share a plan."""
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
@@ -42,7 +42,7 @@ def planner(ranks: int) -> flexcp.Planner:
 
 
 def one_process() -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients without flexcp, document by document."""
+    """Return loss and gradients without flexcp, document by document."""
     gpt, given = model(), [d for d in documents() if len(d) > 1]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def one_process() -> tuple[float, dict[str, np.ndarray]]:
 
 
 class Part(nn.Module):
-    """Half of the model: embedding and a block, or a block and the head, which keeps its copy of the embedding."""
+    """Half of the model: embedding and a block, or a block and the head, which is a copy of the embedding."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -79,9 +79,10 @@ class Part(nn.Module):
 def two_stages(
     group: dist.ProcessGroup, schedule: str, pool_size: int
 ) -> tuple[int, float, dict[str, np.ndarray], list[int]]:
-    """(stage, loss of the last stage, gradients summed over the pool by full name, tokens of each micro-batch).
+    """Return this rank's stage, the loss (of the last stage), gradients summed over the ranks that share a plan by
+    their names in the whole model, and this rank's tokens of each micro-batch.
 
-    Ranks beyond two stages run the same once more.
+    If there are more ranks than two stages need, the others run the same pipeline once more.
     """
     numbers = torch.arange(dist.get_world_size()).view(-1, 2, pool_size)
     _, stage, at = (numbers == dist.get_rank()).nonzero()[0].tolist()
@@ -111,7 +112,7 @@ def two_stages(
 
 
 def test_labels_that_are_left_out_do_not_count() -> None:
-    """Of every document the first half is a prompt, marked in the labels."""
+    """The first half of every document is a prompt, whose labels are -100."""
     batches = PlannedMicroBatches(planner(1).micro_batches(LENGTHS, tokens="equal", pad_to=ROOM))
     marked = [torch.cat([torch.full_like(d[: len(d) // 2], -100), d[len(d) // 2 :]]) for d in documents()]
     logits = torch.randn(len(batches), ROOM, CONFIG.vocabulary, dtype=torch.float64)
@@ -130,7 +131,7 @@ def test_two_stages_equal_one_process(four: RankPool, pool_size: int, schedule: 
         if stage:
             np.testing.assert_allclose(found, loss, rtol=1e-12)
     first, last = results[0][2], results[2 * pool_size - 1][2]
-    # The head is the embedding: both stages hold a copy, whose gradients belong together.
+    # The head is the embedding: both stages hold a copy, and the gradients of both copies are added.
     whole = first | last | {"embedding.weight": first["embedding.weight"] + last["embedding.weight"]}
     assert set(whole) == set(gradients)
     for name, wanted in gradients.items():

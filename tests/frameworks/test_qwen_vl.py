@@ -1,8 +1,8 @@
-"""Proves that Qwen2.5-VL, whose encoder has windows, and Qwen3-VL, whose language model reads several layers of its
-encoder, equal the stock models on one process under two plans, gradients and all.
+"""Tests that Qwen2.5-VL, whose encoder has windows, and Qwen3-VL, whose language model reads several layers of its
+encoder, give under two plans (encoder and language model) the losses and gradients of the stock models on one process.
 
-The stock model is called as its users call it, a document at a time, with pixels and grids: positions, windows,
-placeholders and features are its own.
+The stock model is called as users call it, one document at a time, with pixels and grids, so positions, windows,
+placeholders and features are computed by its own code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Stock:
-    """A document as the stock model takes it."""
+    """A document with the inputs of the stock model."""
 
     tokens: Tensor
     kinds: Tensor
@@ -43,7 +43,7 @@ class Stock:
 
 
 def documents(family: str) -> tuple[list[Stock], list[VisionDocument], ImageBatch]:
-    """Images and a video in text; Qwen3-VL has text before every frame, and a span for each."""
+    """Return documents of text with images and a video. Qwen3-VL has text before every frame, and a span for each."""
     generator = torch.Generator().manual_seed(3)
     stock, ours, spans = [], [], []
     for grids, texts in zip(GRIDS, TEXTS, strict=True):
@@ -104,7 +104,7 @@ def model(family: str) -> Any:
 
 
 def one_process(group: dist.ProcessGroup, family: str) -> tuple[list[float], Arrays]:
-    """The stock model, document by document."""
+    """Train the stock model, document by document."""
     vlm = model(family)
     stock, _, batch = documents(family)
     valid = sum(batch.lengths) - len(stock)
@@ -127,7 +127,7 @@ def one_process(group: dist.ProcessGroup, family: str) -> tuple[list[float], Arr
 
 
 def two_plans(group: dist.ProcessGroup, family: str, strategy: str) -> tuple[list[float], Arrays, int]:
-    """(losses, gradients summed over ranks, patches of this rank)."""
+    """Return losses, gradients summed over ranks, and the number of patches of this rank."""
     _, found, batch = documents(family)
     common = {"dtype": "float64", "cluster": flexcp.cluster("cpu", 1, dist.get_world_size(group)), "strategy": strategy}
     vlm = model(family)
@@ -156,7 +156,7 @@ def test_two_plans_equal_the_stock_model(pool: RankPool, family: str, ranks: int
         np.testing.assert_allclose(found, losses, rtol=1e-7)
         assert set(summed) == set(gradients)
         for name, wanted in gradients.items():
-            # The models rotate and normalize in float32.
+            # The models compute rotary embeddings and norms in float32.
             np.testing.assert_allclose(summed[name], wanted, atol=5e-7 * max(1e-3, np.abs(wanted).max()), err_msg=name)
 
 
@@ -174,7 +174,7 @@ def test_windows_are_those_of_the_model() -> None:
 
 
 def row_runs(seen: np.ndarray) -> list[int]:
-    """Rows of each block of a mask that is blocks along the diagonal."""
+    """Return the number of rows of each block of a block-diagonal mask."""
     counts, row = [], 0
     while row < len(seen):
         size = int(seen[row].sum())

@@ -1,5 +1,5 @@
-"""Proves shared rollouts: log-probabilities in the caller's order and gradients of data parallelism,
-over several micro-batches.
+"""Tests of shared rollouts: over several micro-batches, every rank gets the log-probabilities of its own rollouts in
+its own order, and gradients are those of data parallelism.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def test_every_rank_gets_its_own_rollouts_back(pool: RankPool) -> None:
         assert len(numbers) == len(answers[0][0]) > 1, "as many micro-batches on every rank"
         assert sorted(chain.from_iterable(numbers)) == list(range(len(LENGTHS[rank])))
         for mine, theirs in zip(log_probs, right[rank], strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)  # norms of Transformers' own are in float32
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)  # Transformers computes norms in float32
         for mine, theirs in zip(found, gradients, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     assert [] in answers[2][0], "a rank without a rollout in a micro-batch takes part"

@@ -1,5 +1,5 @@
-"""Proves that the load-balancing loss of experts, which Transformers adds to a model's loss, is shared over ranks, and
-that a model with multi-latent attention runs on ranks with the sizes of heads that its own code uses.
+"""Tests that each rank counts only its share of the load-balancing loss of experts, which Transformers adds to a
+model's loss, and that a model with multi-latent attention runs on ranks with the head sizes that its own code uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 
 
 def experts(coefficient: float = 1.0) -> Any:
-    """A small Mixtral that adds its router loss with this factor."""
+    """Return a small Mixtral that adds its router loss with this factor."""
     torch.manual_seed(0)
     config = MixtralConfig(
         **SIZES,
@@ -42,7 +42,7 @@ def experts(coefficient: float = 1.0) -> Any:
 
 
 def latent() -> Any:
-    """A small DeepSeek-V3, whose queries and keys are wider than its values."""
+    """Return a small DeepSeek-V3, whose queries and keys are wider than its values."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         **SIZES,
@@ -68,7 +68,7 @@ def bound(model: Any, group: dist.ProcessGroup, strategy: str = "blocks") -> fle
 
 
 def on_ranks(group: dist.ProcessGroup, gradients: Gradients, coefficient: float) -> tuple[float, float, int, Tensor]:
-    """The loss and the router loss of this rank, its rows, and the gradient of a router."""
+    """Return the loss and the router loss of this rank, its number of rows, and the gradient of a router."""
     model = experts(coefficient)
     huggingface.turn_on(model)
     step = bound(model, group, "dp")  # ranks hold different numbers of rows
@@ -112,7 +112,7 @@ def test_a_tuple_is_shared_too(two: RankPool) -> None:
 
 
 def _tuple(group: dist.ProcessGroup) -> tuple[float, float, int, float]:
-    """A rank's loss as the model alone would make it, its router loss, its rows and the loss of the tuple."""
+    """Return the loss that the model alone would give on this rank, the router loss, rows, and the tuple's loss."""
     model = experts()
     huggingface.turn_on(model)
     step = bound(model, group)

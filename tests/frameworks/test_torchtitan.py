@@ -1,7 +1,8 @@
-"""Proves the torchtitan adapter with torchtitan's own trainer, models, FSDP2, recomputation,
-checkpoints and metrics on CPU ranks.
+"""Tests of the torchtitan adapter with torchtitan's own trainer, models, FSDP2, recomputation, checkpoints and metrics
+on CPU ranks.
 
-Their side attends densely inside each rank's own rows; ours shares the documents of both ranks.
+The reference run uses dense attention inside each rank's own rows; in the run with flexcp both ranks share all
+documents.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ SAME = ("loss_metrics/global_avg_loss", "grad_norm", "n_tokens_seen", "step")
 
 
 def numbers(run: dict[str, Any]) -> list[list[float]]:
-    """What both sides log of every step."""
+    """Return the numbers that runs with and without flexcp both log in every step."""
     return [[float(entry[name]) for name in SAME] for entry in run["logged"]]
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any], first: int = 0) -> None:
-    """Losses, gradients' norms and counts of tokens from a step on."""
+    """Check losses, gradient norms and token counts from a step on."""
     for mine, right in zip(numbers(ours), numbers(theirs)[first:], strict=True):
         assert mine == pytest.approx(right, rel=1e-5)
 
 
 def test_torchtitans_trainer_trains_the_same_model(two: RankPool, tmp_path: Path) -> None:
-    """With a window in the first layer; then a run goes on after its checkpoint."""
+    """The first layer has a window. At the end a run is resumed from a checkpoint."""
     theirs = two.run(trained, str(tmp_path / "theirs"), Case(ours=False))[0]
     assert len(theirs["logged"]) == len({entry[SAME[0]] for entry in theirs["logged"]}) == STEPS
     case = Case(ours=True, recompute="selective", checkpoints=True)

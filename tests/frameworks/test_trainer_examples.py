@@ -1,5 +1,5 @@
-"""Proves the trainers' examples: each on two ranks logs what its plain twin logs on one process,
-and differs from it by a few lines.
+"""Tests of the examples for trainers: each example on two ranks logs what its twin without flexcp logs on one process,
+and differs from that twin by a few lines.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lib.trainer_table import added_lines
 
 TRAINERS = ["trainer", "trl_sft", "trl_dpo", "trl_grpo", "rl_loop", "lightning_fsdp2"]
 ALWAYS_DISTRIBUTED = ["megatron_pretrain", "torchtitan_pretrain"]
-"""Those whose plain twins need a process group too, of one rank."""
+"""Examples whose twins without flexcp also need a process group, of one rank."""
 WITHOUT_EVALUATION = ["trl_grpo", "rl_loop", "torchtitan_pretrain"]
 TIMES = ("runtime", "per_second", "time", "flos", "balance")
-"""What a log says of the machine, and TRL's count of operations, which takes the padding of each rank for work."""
+"""Parts of names of logged times, and of TRL's count of operations, which includes the padding of each rank."""
 
 
 def assert_same_logs(ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
-    """Every number that both runs logged, the twin's all."""
+    """Check every number that the run without flexcp logged, except times."""
     assert len(ours) == len(plain)
     for mine, theirs in zip(ours, plain, strict=True):
         for name, value in theirs.items():
@@ -31,7 +31,7 @@ def assert_same_logs(ours: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
 
 
 def logged_alone(name: str, arguments: list[str]) -> list[dict[str, Any]]:
-    """The log of a plain twin on one process."""
+    """Return the log of an example's twin without flexcp on one process."""
     if name not in ALWAYS_DISTRIBUTED:
         return logged(None, f"{name}_plain", arguments)
     with RankPool(1) as one:

@@ -1,5 +1,5 @@
-"""Proves that runs under TRL and Lightning go on where they stopped, in the middle of an epoch,
-and evaluate as one process does.
+"""Tests that runs under TRL and Lightning resume where they stopped, in the middle of an epoch, and have the evaluation
+losses of one process.
 """
 
 from __future__ import annotations

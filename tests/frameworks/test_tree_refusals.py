@@ -1,5 +1,5 @@
-"""Proves that what takes one label a row refuses a tree by a line that names the calls that work: pipelines, shared
-batches (torchtitan, the Trainer) and Megatron.
+"""Tests that adapters which take one label for each row refuse a tree, whose rows may have several next tokens, and
+name the calls that work: pipelines, shared batches (torchtitan, the Trainer) and Megatron.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Proves trees end to end: losses, log-probabilities and gradients of tiny models
-on real ranks are those of independent sequences.
+"""Tests of trees end to end: losses, log-probabilities and gradients of tiny models on real ranks are those of
+independent sequences.
 
-Float64, to 1e-9, with windows on the path and with bytes on the wire as planned; a planted mistake in positions, edges
-or weights shows. ``benchmarks/trees.py`` does the same for larger trees and all strategies.
+Results agree to 1e-9 in float64, also with windows along the path, and the bytes sent are those planned. A planted
+mistake in positions, edges or weights is detected. ``benchmarks/trees.py`` does the same for larger trees and all
+strategies.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def test_labels_beside_a_tree_are_refused_by_the_new_call() -> None:
 
 
 def test_layers_that_read_in_order_are_refused_by_name() -> None:
-    """LFM2 has convolutions beside attention, Granite's hybrid state space layers."""
+    """LFM2 has convolutions besides attention, and Granite's hybrid has state space layers."""
     from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config
 
     sizes = {

@@ -1,4 +1,4 @@
-"""What runs on the ranks in the test of the torchtitan adapter; light to import (see parallel_runs.py)."""
+"""Functions that run on ranks in the test of the torchtitan adapter; light to import (see parallel_runs.py)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch import Tensor
 LENGTH = 64
 STEPS = 12
 SAVED = 2
-"""Steps after which a run with checkpoints saves: ten are left."""
+"""A run with checkpoints saves every so many steps; after the first checkpoint ten steps are left."""
 WINDOW = 12
 
 
 @dataclass(frozen=True)
 class Case:
-    """How torchtitan's trainer trains: by its attention or ours."""
+    """How torchtitan's trainer trains: with its own attention or with flexcp's (``ours``)."""
 
     ours: bool
     model: str = "llama3"
-    """Or "gpt_oss": layers with and without a window, a sink in each head, and experts."""
+    """The other value is "gpt_oss": layers with and without a window, a sink in each head, and experts."""
     recompute: str = "none"
     steps: int = STEPS
     checkpoints: bool = False
-    """Whether it saves, and goes on where a run in the same folder stopped."""
+    """Whether the run saves checkpoints, and resumes from a checkpoint in the same folder."""
 
 
 def batch(rank: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Two rows of packed documents: ids, positions that start anew, labels shifted inside documents."""
+    """Return two rows of packed documents: ids, positions that restart in each document, and shifted labels."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     ids = torch.randint(2000, (2, LENGTH), generator=generator)
     positions, labels = torch.empty_like(ids), torch.full_like(ids, -100)
@@ -47,7 +47,7 @@ def batch(rank: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]:
-    """torchtitan's own trainer on this CPU rank for a few steps, with its attention or ours."""
+    """Run torchtitan's trainer on this CPU rank for a few steps, with its own attention or flexcp's."""
     from torchtitan_on_cpu import cpu_ranks
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -59,7 +59,7 @@ def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]
 
 
 def model_with_a_window() -> Any:
-    """Two layers of Llama 3's debug model, the first with a window."""
+    """Return two layers of Llama 3's debug model, the first with a window."""
     import dataclasses
 
     from torchtitan.models import llama3
@@ -73,8 +73,8 @@ def model_with_a_window() -> Any:
 
 
 def small_gpt_oss() -> Any:
-    """Two layers of gpt-oss' debug model with narrow experts,
-    and in the first, which has one, a window that is shorter than documents.
+    """Return two layers of the gpt-oss debug model with narrow experts. The window of the first layer is made shorter
+    than documents; the second has none.
     """
     import dataclasses
 
@@ -172,7 +172,7 @@ def _trained(folder: str, case: Case) -> dict[str, Any]:
     layers = list(trainer.model_parts[0].layers.values())
     sinks = [layer.attention.sinks for layer in layers if hasattr(layer.attention, "sinks")]
     before = [sink.full_tensor().clone() for sink in sinks]
-    # Experts compute in bfloat16, whatever the model's precision is.
+    # torchtitan's experts compute in bfloat16 in a model of any precision; the patch keeps them in the model's dtype.
     with patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor):
         trainer.train()
     return {

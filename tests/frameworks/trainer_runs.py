@@ -1,4 +1,4 @@
-"""What runs on the ranks in tests of the Trainer adapter; light to import (see parallel_runs.py)."""
+"""Functions that run on ranks in tests of the Trainer adapter; light to import (see parallel_runs.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATE = 1e-2
 
 
 def documents() -> list[Tensor]:
-    """A dataset with lengths from 1 up."""
+    """Return documents of 1 to 23 tokens."""
     generator = torch.Generator().manual_seed(3)
     lengths = [1 + 7 * i % 23 for i in range(DOCUMENTS)]
     return [torch.randint(64, (n,), generator=generator) for n in lengths]
@@ -32,12 +32,12 @@ def documents() -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: by our Trainer or theirs, and how."""
+    """How a model is trained: by flexcp's Trainer (``ours``) or the stock one, with which collator and settings."""
 
     collator: str = "padded"
     ours: bool = True
     kind: str = "plain"
-    """On which Trainer ours is built: the plain one, or one with an "own loss"."""
+    """The base class of the Trainer: "plain" for the stock Trainer, "own loss" for one with another loss."""
     more: dict[str, Any] = field(default_factory=dict)
     """More training arguments."""
     ignoring: bool = False
@@ -46,7 +46,7 @@ class Case:
 
 
 def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]:
-    """Two optimizer steps of two micro-batches of three documents a rank, then an evaluation."""
+    """Train two optimizer steps (by default) of two micro-batches of three documents a rank, and evaluate."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     from flexcp.frameworks import huggingface
@@ -108,10 +108,10 @@ def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]
 
 
 def evaluated(group: dist.ProcessGroup | None, folder: str, kind: str, collator: str, count: int, batch: int) -> float:
-    """The evaluation loss of ``count`` documents in batches of ``batch`` over all ranks.
+    """Return the evaluation loss of ``count`` documents in batches of ``batch`` over all ranks.
 
-    With ``group`` None it is that of the trainer alone on one process. ``kind``: "plain", "smoothing", "metrics" (the
-    logits are needed too) or "sft" (TRL's).
+    With ``group`` None it is the loss of the stock trainer on one process. ``kind`` is "plain", "smoothing", "metrics"
+    (the logits are returned too) or "sft" (TRL's SFTTrainer).
     """
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
     from trl import SFTConfig, SFTTrainer
@@ -156,14 +156,14 @@ def evaluated(group: dist.ProcessGroup | None, folder: str, kind: str, collator:
 
 
 def whole_weights(model: Any) -> dict[str, Tensor]:
-    """The model's weights, gathered where FSDP2 keeps shards."""
+    """Return the model's weights, gathered if FSDP2 has sharded them."""
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
     return {name: weight.detach().clone() for name, weight in whole.items()}
 
 
 def predicted(trainer: Any, data: list[Any]) -> tuple[Tensor, float]:
-    """Logits of all labelled tokens, which ``predict`` gathers on every rank, and the loss;
-    rows as their collator made them.
+    """Return the logits of all labelled tokens, which ``predict`` gathers on every rank in the rows of the collator,
+    and the loss.
     """
     trainer.args.prediction_loss_only = False
     found = trainer.predict(data)
@@ -172,7 +172,7 @@ def predicted(trainer: Any, data: list[Any]) -> tuple[Tensor, float]:
 
 
 def trainer_class(kind: str) -> Any:
-    """Our Trainer, on the plain one or on one with a loss of its own."""
+    """Return flexcp's Trainer, based on the stock Trainer or on one with a loss of its own."""
     from transformers import Trainer
 
     from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
@@ -181,7 +181,7 @@ def trainer_class(kind: str) -> Any:
 
 
 def own_loss(base: Any) -> Any:
-    """A Trainer that weighs rows by their number of labels, which is no mean over tokens."""
+    """Return a Trainer class whose loss weights rows by their number of labels and is no mean over tokens."""
 
     class OwnLoss(base):
         def compute_loss(
@@ -197,7 +197,7 @@ def own_loss(base: Any) -> Any:
 
 
 class Padding:
-    """The collator most people use: rows as long as the longest, with an attention mask; with labels or without."""
+    """The usual collator: rows padded to the longest one, with an attention mask, and with or without labels."""
 
     def __init__(self, labels: bool = True) -> None:
         self.labels = labels
@@ -213,7 +213,7 @@ class Padding:
 
 
 def reset_accelerate() -> None:
-    """Forget what Accelerate keeps of earlier runs on these ranks: how gradients accumulate, and who wraps models."""
+    """Reset the global state that Accelerate keeps of earlier runs in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
@@ -223,7 +223,7 @@ def reset_accelerate() -> None:
 
 
 def take_ranks_for_devices() -> None:
-    """Let Accelerate take CPU ranks for devices of a kind it knows: on a CPU it leaves FSDP out, and says nothing."""
+    """Make Accelerate take CPU ranks for accelerators (XPUs): on CPUs it would silently leave FSDP out."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -231,7 +231,7 @@ def take_ranks_for_devices() -> None:
 
 
 def with_accelerate(group: dist.ProcessGroup) -> list[float]:
-    """A loop of one's own: Accelerate prepares model and optimizer, flexcp the batch."""
+    """Train in a user's own loop: Accelerate prepares model and optimizer, flexcp prepares the batch."""
     from accelerate import Accelerator
 
     from flexcp.frameworks import huggingface
@@ -259,7 +259,7 @@ def with_accelerate(group: dist.ProcessGroup) -> list[float]:
 
 
 def one_process() -> list[float]:
-    """The loop of :func:`with_accelerate` on one process, document by document."""
+    """Run the loop of :func:`with_accelerate` on one process, document by document."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from lib.model_runs import DENSE, dense_attention
@@ -284,7 +284,7 @@ def one_process() -> list[float]:
 
 
 def evaluated_shares(group: dist.ProcessGroup) -> float:
-    """What a rank returns of an evaluation in which the ranks' shares, times their number, are 1 and 4."""
+    """Return this rank's evaluation loss when the shares of two ranks, each times the number of ranks, are 1 and 4."""
     from flexcp.executor.exchange.collectives import Collectives
     from flexcp.frameworks.huggingface_trainer import of_the_batch
 

@@ -1,5 +1,5 @@
-"""Runs the examples of trainers: on the ranks of a pool, or their plain twins in this process;
-light to import (see parallel_runs.py).
+"""Run the examples for trainers on the ranks of a pool, or their twins without flexcp in this process; light to import
+(see parallel_runs.py).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PLACE = (
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
 )
-"""What torchrun sets."""
+"""Environment variables that torchrun sets."""
 
 
 def place_of_rank() -> dict[str, str]:
-    """The environment of this rank under torchrun."""
+    """Return the environment variables that torchrun would set for this rank."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     return dict(zip(PLACE, (rank, ranks, rank, "127.0.0.1", "29555", "tests", ranks, "0"), strict=True))
 
 
 def logged(group: dist.ProcessGroup | None, name: str, arguments: list[str]) -> list[dict[str, Any]]:
-    """The log of a trainer's example: on all ranks of this world, or alone where there is none."""
+    """Run an example for a trainer, on all ranks or (with ``group`` None) in one process, and return its log."""
     place: dict[str, str] = {}
     if group is not None:
         place = place_of_rank()
@@ -50,8 +50,8 @@ def logged(group: dist.ProcessGroup | None, name: str, arguments: list[str]) -> 
 
 
 def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[str, Any]]:
-    """The log of GRPO with rollouts that the model generates itself:
-    two steps of it, in data parallelism or shared by ranks.
+    """Run two steps of GRPO with rollouts that the model generates itself, in data parallelism or (``ours``) shared by
+    ranks, and return the log.
     """
     import torch
     from trl import GRPOConfig, GRPOTrainer
@@ -85,7 +85,7 @@ def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[st
         )
         model = made_text.model()
         if rank == "0":
-            model.save_pretrained(folder)  # where the reference model is loaded from
+            model.save_pretrained(folder)  # the reference model is loaded from there
         dist.barrier()
         model.config._name_or_path = folder
         data = {"train_dataset": made_text.prompts(16), "processing_class": made_text.tokenizer()}

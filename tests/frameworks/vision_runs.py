@@ -1,4 +1,4 @@
-"""Runs of vision-language models that their tests share: some steps of training, with gradients kept."""
+"""Functions that the tests of vision-language models share: some training steps, with gradients kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def trained(vlm: Any, backward: Callable[[], float], steps: int) -> tuple[list[float], Arrays]:
-    """Losses of some steps (``backward`` leaves gradients and returns the loss), and the first step's gradients."""
+    """Train some steps (``backward`` leaves gradients and returns the loss); return losses and first gradients."""
     optimizer, losses, gradients = torch.optim.AdamW(vlm.parameters(), lr=3e-3, eps=1e-6), [], {}
     for _ in range(steps):
         losses.append(backward())
@@ -25,7 +25,7 @@ def trained(vlm: Any, backward: Callable[[], float], steps: int) -> tuple[list[f
 
 
 def summed_backward(vlm: Any, loss: Tensor, group: dist.ProcessGroup) -> float:
-    """Gradients and the loss, both summed over ranks."""
+    """Run the backward, sum gradients over ranks in place, and return the loss summed over ranks."""
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)

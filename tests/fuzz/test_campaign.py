@@ -1,5 +1,5 @@
-"""Proves that the fuzzer passes on flexcp as it is, finds planted bugs, makes failing cases small,
-and writes what verify replays.
+"""Tests of the fuzzer: it finds nothing in flexcp as it is, finds planted bugs, shrinks failing cases, and writes case
+files that ``flexcp verify`` replays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SMALL = Case(
     {"strategy": "blocks"},
 )
 FOUND_IN = {"masks": 60, "planners": 60, "schedule": 60, "simulator": 60, "loader": 200, "report": 60}
-"""Cases that the bug of an area may take here."""
+"""Within how many cases the fuzzer must find the planted bug of each area."""
 
 
 def test_cases_follow_from_seed_and_number() -> None:
@@ -62,7 +62,7 @@ def test_a_campaign_finds_makes_small_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_time_ends_a_campaign_whatever_its_workers_do(tmp_path: Path) -> None:
-    """A worker that sleeps for ever is never ready; the campaign ends all the same, and nothing is left."""
+    """A worker that sleeps forever is never ready; the campaign still ends in time and leaves no process behind."""
     begin = time.monotonic()
     found = campaign(Task(0, 0.0, tmp_path, prepare=partial(time.sleep, 3600)), Limits(seconds=1.0))
     assert time.monotonic() - begin < 60 and found.cases == 0
@@ -82,7 +82,7 @@ def _die_while_planning() -> None:
 
 
 def _children() -> list[str]:
-    """Workers and ranks of this test run that still live, but for those of the pool that tests share."""
+    """Return the living child processes that this test run spawned, except for the rank pool that tests share."""
 
     def living() -> Iterator[str]:
         for path in Path("/proc").glob("[0-9]*"):
@@ -132,7 +132,7 @@ def test_a_bug_planted_on_ranks_is_found(area: str) -> None:
 
 
 def test_a_failing_case_becomes_small() -> None:
-    """Whatever has a document of 20 tokens or more and a mask with a window fails here."""
+    """In this test a case fails if it has a document of 20 tokens or more and a mask with a window."""
 
     def fails(case: Case) -> Outcome:
         windows = any("window" in str(layer.words) for layer in case.layers)
@@ -221,8 +221,8 @@ def test_a_refusal_without_a_reason_is_a_failure() -> None:
 
 
 def test_a_worker_at_its_end_is_not_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The campaign asks it to leave while its exit functions run;
-    what a signal raises in those is printed as a traceback.
+    """The campaign may send SIGTERM while the worker's exit functions run, where an exception raised by the signal
+    handler would be printed as a traceback; so the worker must ignore SIGTERM by then.
     """
     monkeypatch.setattr(os, "setsid", lambda: None)
     monkeypatch.setattr("flexcp.fuzz.worker.warm", lambda: None)

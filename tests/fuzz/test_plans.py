@@ -1,5 +1,5 @@
-"""Proves on random cases, in this process, that plans are what they should be:
-the fuzzer as every change of a planner meets it.
+"""Runs the fuzzer's checks of plans on a few random cases in this process, so that every change of a planner is fuzzed
+in CI.
 """
 
 from __future__ import annotations

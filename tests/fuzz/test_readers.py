@@ -1,5 +1,5 @@
-"""Proves that changed files of every kind are read, or refused in one line that names them.
-``make fuzz-readers`` tries 50,000.
+"""Tests that randomly changed files of every kind are either read, or refused in one line that names the file.
+``make fuzz-readers`` tries 50,000 files.
 """
 
 from __future__ import annotations

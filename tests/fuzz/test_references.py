@@ -1,5 +1,5 @@
-"""Proves that the fuzzer's own references are right where they can be compared with something else, and that the token
-machine sees mistakes in plans.
+"""Tests of the fuzzer's reference implementations: masks and dense attention agree with independent computations, and
+the token machine, which executes plans symbolically, detects mistakes in plans.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_dense_attention_is_what_autograd_says(extras: dict[str, Any]) -> None:
     scores = torch.einsum("qhd,khd->hqk", tensors[0], tensors[1].repeat_interleave(2, 1)) * 8**-0.5
     if extras.get("softcap"):
         scores = 2.0 * torch.tanh(scores / 2.0)
-    # A row without keys has no finite logit: it is left out here, and must be empty there.
+    # Row 2 has no keys and thus no finite logit: it is left out of the comparison, and must be empty in ``found``.
     scores = scores.masked_fill(~mask, -torch.inf)
     rows = [i for i in range(9) if i != 2]
     total = scores[:, rows]
@@ -69,7 +69,7 @@ def test_dense_attention_is_what_autograd_says(extras: dict[str, Any]) -> None:
         assert np.isneginf(found["lse"][2]).all()
     else:
         assert sink.grad is not None
-        alone = found["dsinks"] - dlse[2]  # all of an empty row's LSE is its sink
+        alone = found["dsinks"] - dlse[2]  # the LSE of a row without keys is its sink alone
         np.testing.assert_allclose(alone, sink.grad, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_a_good_plan_comes_out_right() -> None:
 
 
 def changed(plan: Plan, backward: bool, change: Any) -> Plan:
-    """With other transfers in one direction."""
+    """Return the plan with its transfers in one direction replaced by ``change`` of them."""
     pair = list(plan.programs[0])
     pair[backward] = replace(pair[backward], transfers=change(pair[backward].transfers))
     return replace(plan, programs=(tuple(pair),))

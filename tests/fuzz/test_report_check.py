@@ -1,5 +1,5 @@
-"""Proves that the fuzzer's check of reports accepts pages as they are, also those of plans too large to draw,
-and finds wrong ones.
+"""Tests of the fuzzer's check of HTML reports: it accepts correct pages, also of plans too large to draw in full, and
+detects wrong ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def planned() -> Plan:
 
 
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page holds only what the longest document takes."""
+    """Limit pages to one row, so that only the longest document is drawn."""
     for module in ("flexcp.report.plan_data", "flexcp.fuzz.report_check"):
         monkeypatch.setattr(f"{module}.MOST_ROWS", 1)
 

@@ -1,6 +1,4 @@
-"""Proves that files are written whole or not at all, and that a full disk leaves nothing behind,
-whichever command writes.
-"""
+"""Tests that files are written completely or not at all, and that no command leaves a partial file on a full disk."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("command", WRITERS)
 def test_no_command_leaves_half_a_file(command: str, tmp_path: Path) -> None:
-    """The system lets the process write 100 bytes to a file, which is as good as a full disk."""
+    """The process may write at most 100 bytes to a file (RLIMIT_FSIZE), which stands for a full disk."""
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

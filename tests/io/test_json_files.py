@@ -1,5 +1,5 @@
-"""Proves that JSON from users is read or refused in one line that names the file,
-at every door where a file can be handed in.
+"""Tests that every command option that takes a JSON file from users (``DOORS``) reads it, or refuses it in one line
+that names the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DOORS = {
 
 
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says of wrong input: one line, exit code 2."""
+    """Run a command with wrong input, check that it prints one line with exit code 2, and return that line."""
     monkeypatch.setattr(sys, "argv", ["flexcp", *words])
     with pytest.raises(SystemExit) as end:
         run()

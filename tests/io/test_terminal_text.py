@@ -1,4 +1,4 @@
-"""Proves that names and notes from files reach a terminal as text: no escape sequence, no forged line, no markup."""
+"""Tests that names and notes from files are printed as plain text: no escape sequences, forged lines or markup."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SHOWN = r"\x1b[31mred\x1b[0m\nforged\rline\x9b2J\u202etfel\u2028x"
 
 
 def bad_plan() -> Plan:
-    """A plan whose mask, cluster and note hold what a terminal obeys."""
+    """Return a plan whose mask, cluster and note hold control characters, which a terminal would obey."""
     where = dataclasses.replace(flexcp.cluster("cpu", 1, 2), name=BAD)
     plan = flexcp.Planner(2, 2, 8, cluster=where, strategy="zigzag")([40, 7], masks={BAD: (flexcp.causal(), 1)})
     return dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, note=BAD))
 
 
 def obeyed(text: str) -> set[str]:
-    """Characters of a text that a terminal obeys, but for ends of lines."""
+    """Return the control characters of a text, except newlines."""
     return {c for c in text if not c.isprintable() and c != "\n"}
 
 

@@ -1,5 +1,5 @@
-"""Proves what is said of errors: the entry that applies, in numbers that commands wrote, with its source;
-or that there is none.
+"""Tests of what commands say about the error of simulated times: the recorded entry that applies to a cost model, with
+its numbers and its source, or that no error has been measured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves ``bench step``: real ranks run every strategy and say what they measured and predicted;
-refusals and foreign packages are rows.
+"""Tests of ``flexcp bench step``: real ranks run every strategy and report measured and predicted times; refused
+strategies, and packages that are not flexcp's, are rows of the table too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves that nothing of a local run can be reached from outside:
-every socket its processes listen on is bound to loopback.
+"""Tests that no process of a local run can be reached from other machines: every socket they listen on is bound to
+loopback.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def listening() -> set[str]:
-    """Addresses this process listens on."""
+    """Return the addresses that this process listens on, as in /proc/net/tcp."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(descriptor)
-        except OSError:  # the one the folder itself was read by
+        except OSError:  # the descriptor by which the folder itself was read
             continue
         if target.startswith("socket:["):
             inodes.add(target.removeprefix("socket:[").removesuffix("]"))

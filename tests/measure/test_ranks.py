@@ -1,5 +1,5 @@
-"""Proves the pool of ranks: results in rank order, failures raised with the rank's traceback, a death soon noticed,
-progress on the way.
+"""Tests of the pool of ranks: results are in rank order, failures are raised with the rank's traceback, a rank that
+dies is noticed soon, and items of progress arrive while a function runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcp.measure.ranks import RankError, RankPool
 
 
 def rank_and_sum(group: dist.ProcessGroup, number: int) -> tuple[int, int, int]:
-    """(rank, size, sum over ranks of rank + number)."""
+    """Return (rank, size, sum over ranks of rank + number)."""
     value = torch.tensor(dist.get_rank(group) + number)
     dist.all_reduce(value, group=group)
     return dist.get_rank(group), dist.get_world_size(group), int(value)
@@ -119,7 +119,7 @@ def test_a_rank_that_does_not_answer_is_an_error_within_the_timeout() -> None:
         with pytest.raises(RankError, match=r"ranks \[1\] did not answer within 0\.7 s"):
             own.run(nap, 4.0)
         assert time.perf_counter() - begin < 3.5
-        # The next run must not take the late answer for its own.
+        # The next run must not mistake the late answer for its own.
         own.timeout = 20.0
         with pytest.raises(RankError):
             own.run(world_rank)

@@ -1,5 +1,5 @@
-"""Proves the replay of dumps: good plans pass on real ranks, a bad one is found and not run,
-ranks with different plans are named.
+"""Tests of replaying dumps of a failed run: good plans pass on real ranks, a bad plan is found and not run, and ranks
+that had different plans are named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plan_for(ranks: int, lengths: list[int] | None = None, **more: Any) -> Plan:
 
 
 def without_a_transfer(plan: Plan) -> Plan:
-    """What a planner with a mistake would make: one message is missing."""
+    """Return the plan without one of its messages, as a planner with a bug might make it."""
     forward, backward = plan.programs[0]
     short = replace(forward, transfers=forward.transfers.take(np.arange(1, len(forward.transfers))))
     return replace(plan, programs=((short, backward),))
@@ -46,7 +46,7 @@ def quiet(_: str) -> None:
 
 
 def command(*arguments: str) -> Any:
-    """``flexcp verify``; imported here because ranks import this file too."""
+    """Run ``flexcp verify``. Its modules are imported here because ranks, too, import this file."""
     from typer.testing import CliRunner
 
     from flexcp.cli.main import app

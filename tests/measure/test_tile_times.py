@@ -1,5 +1,5 @@
-"""Proves prices of tiles: a kernel that costs what they say is found again, plans are timed call by call,
-files keep them.
+"""Tests of prices by tile: prices are found again from calls that were timed by them, plans are timed call by call, and
+calibration files keep prices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = ("causal", "full", "docs4", "docs16", "lambda", "blockwise")
 
 
 def timed(shape: Shape, name: str, tokens: int, backward: bool, times: TileTimes = TIMES) -> TimedCalls:
-    """A workload that takes what the prices say."""
+    """Return a workload whose time is computed from the prices."""
     prices = times.backward if backward else times.forward
     call = single_call(shape, sample_of(name, tokens, shape, backward, 0.0), times.multiprocessors).calls[0]
     return TimedCalls(name, [call], call_ns(call, prices))
@@ -48,7 +48,7 @@ def test_a_fit_finds_the_prices_that_calls_were_timed_with(backward: bool) -> No
 
 
 def replace_adds(sample: TimedCalls, backward: bool) -> TimedCalls:
-    """The same call on rows that have results already."""
+    """Return the same call on rows that already have results, to which a forward must add."""
     if backward:
         return sample
     (launch,) = sample.calls[0]

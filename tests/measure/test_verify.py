@@ -1,5 +1,5 @@
-"""Proves that verification says what it does while it takes its time;
-what it finds is the matrix's and the commands' to prove.
+"""Tests that verification reports its progress. What it verifies is tested in tests/benchmarks/test_matrix.py and with
+the commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proves that warming up leaves nothing to compile, whatever is planned next."""
+"""Tests that after ``flexcp warmup`` no plan has to compile a loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ print(json.dumps({"before": modules, "planned": planned, "new": sorted(compiled(
 
 
 def test_nothing_is_left_to_compile() -> None:
-    """In a process of its own: here other tests have planned before."""
+    """This runs in a process of its own, because other tests may have compiled loops in this one."""
     done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -1,5 +1,5 @@
-"""Small ``config.json`` files: one of each family as somebody would write it,
-and changes of fields that users and other families make.
+"""Small ``config.json`` files: one of each model family as a user would write it, and changes of fields as users and
+other families have them.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": ROTARY,
     "qwen2_vl_text": ROTARY,
 }
-"""What models of a family need to be small."""
+"""Further fields that small models of a family need."""
 
 
 def by_hand(family: str) -> dict[str, Any]:
-    """A small file with what somebody would write."""
+    """Return a small file with the fields that a user would write."""
     found = FAMILIES[family]
     heads, hidden, layers = (names[0] for names in SIZES[found.sizes])
-    # One more layer than a pattern repeats after: where in it the layer without a window is must matter.
+    # One layer more than the period of a window pattern, so that the place of the layer without a window matters.
     values = {
         "model_type": family,
         heads: 4,
@@ -147,7 +147,7 @@ def by_hand(family: str) -> dict[str, Any]:
 
 
 def changed(values: dict[str, Any], change: str) -> dict[str, Any]:
-    """A file after a change; ``layer_types`` that have become too short or too long are written anew."""
+    """Return a file after a change; ``layer_types`` are cut or repeated to the number of layers."""
     found = {name: value for name, value in {**values, **CHANGES[change]}.items() if value is not GONE}
     kinds, layers = found.get("layer_types"), found.get("num_hidden_layers")
     if kinds is not None and "layer_types" not in CHANGES[change] and layers is not None:

@@ -1,5 +1,5 @@
-"""``--all-changes``: every change of a file with every family of models,
-also those that do not know its fields; minutes.
+"""Defines ``--all-changes``: try every change of a config.json with every model family, also with families that do not
+know the changed fields. This takes minutes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of the whole matrix."""
+    """Add ``--all-changes``."""
     parser.addoption(
         "--all-changes", action="store_true", help="every change of a config.json with every family, minutes"
     )

@@ -1,12 +1,12 @@
-"""Proves that a ``config.json`` is read as Transformers reads it, or refused: families, written by hand and saved,
-with fields changed.
+"""Tests that a ``config.json`` is read as Transformers reads it, or refused. Files are of all model families, written
+by hand or saved by Transformers, and with changed fields.
 
-A small model of each file is built and run, and what it does is compared with what was read: heads, head sizes, the
-keys that layers see, weights, multiplications of a token (which experts that a token does not use are not in),
-vocabulary, tied or not. So is what ``huggingface.masks`` and ``huggingface.planner`` make of the same configuration.
+A small model of each file is built and run, and compared with what was read: heads, head sizes, the keys that layers
+see, weights, multiplications of a token (without the experts that it does not use), vocabulary, and whether matrices
+are tied. What ``huggingface.masks`` and ``huggingface.planner`` make of the same configuration is compared as well.
 
-A change is tried with the families that know one of its fields; ``--all-changes`` (``make families``) tries it with
-all.
+A change is tried with the families that know one of its fields; ``--all-changes`` (``make families``) tries it with all
+families.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ UNBUILT = {
     "qwen2_5_vl_text, other head_dim": MROPE,
     "qwen2_vl_text, other head_dim": MROPE,
 }
-"""Changes, or those of a family, after which a file is read although Transformers makes no model of it,
-and why no number is wrong.
+"""Changes ("change" or "family, change") after which flexcp reads a file although Transformers builds no model of it,
+and why no number that was read is wrong.
 """
 UNBUILT_WORDS = "is read, but Transformers makes no model of it"
 
 
 def read(folder: Path, values: dict[str, Any]) -> Preset | None:
-    """What is read of a file, or None where it is refused, in one line that names it."""
+    """Return what is read of a file, or None if it is refused; the refusal must be one line that names the file."""
     (folder / "config.json").write_text(json.dumps(values))
     try:
         return find_model(str(folder))
@@ -59,7 +59,7 @@ def read(folder: Path, values: dict[str, Any]) -> Preset | None:
 
 
 def read_layers(preset: Preset) -> Counter[Layer]:
-    """Layers as the probe counts them."""
+    """Return the layers of a preset in the form in which ``transformers_probe`` counts them."""
     shape = preset.shape
     one = (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
     found = Counter({(*one, keys): count for keys, count in preset.windows})
@@ -68,7 +68,7 @@ def read_layers(preset: Preset) -> Counter[Layer]:
 
 
 def without_sizes(layers: Counter[Layer]) -> Counter[Layer]:
-    """Heads and keys alone."""
+    """Return the layers with KV heads and head sizes left out."""
     found: Counter[Layer] = Counter()
     for (heads, *_, keys), count in layers.items():
         found[(heads, 0, 0, 0, keys)] += count
@@ -76,14 +76,14 @@ def without_sizes(layers: Counter[Layer]) -> Counter[Layer]:
 
 
 def differences(preset: Preset, found: Seen, dense: bool) -> list[str]:
-    """What a model of Transformers does otherwise than was read;
-    ``dense`` says whether some of its layers have no experts.
+    """Return how a model of Transformers differs from what was read; ``dense`` says whether some of its layers have no
+    experts.
     """
     shape, model = preset.shape, preset.model
-    # Attention that cannot be replaced multiplies too: queries with keys, and weights with values.
+    # Attention that could not be replaced by the probe multiplies as well: queries by keys, and weights by values.
     attention = 0 if found.replaced else model.layers * 2 * TOKENS * shape.heads * shape.head_dim
-    # Routers, and positions that are learned, are left out of what is read; of layers without experts there may be an
-    # eighth.
+    # Routers and learned positions are not part of what is read, and up to an eighth of the layers may be without
+    # experts.
     near = 0.15 if dense else 0.03
     numbers = {
         "weights": (model.layers * preset.layer_parameters, found.weights),
@@ -105,13 +105,13 @@ def differences(preset: Preset, found: Seen, dense: bool) -> list[str]:
 
 
 def window_keys(mask: Any) -> int:
-    """Keys of the window that files here have; UNKNOWN for any other mask."""
+    """Return WINDOW, the window of all files here, if the mask is that window, else UNKNOWN."""
     return WINDOW if mask == window(WINDOW - 1) else UNKNOWN
 
 
 def planned_otherwise(config: Any, found: Seen) -> list[str]:
-    """What ``huggingface.masks`` and ``huggingface.planner`` make otherwise of a configuration,
-    where they do not refuse it.
+    """Return how ``huggingface.masks`` and ``huggingface.planner`` differ from the model of a configuration; nothing if
+    they refuse the configuration.
     """
     if not found.replaced:
         return []  # turn_on refuses such models
@@ -128,16 +128,16 @@ def planned_otherwise(config: Any, found: Seen) -> list[str]:
 
 
 def wrong_in(folder: Path, values: dict[str, Any], must: bool) -> list[str]:
-    """What is wrong about a file; nothing where it is refused, unless it ``must`` be read."""
+    """Return what is wrong about reading a file; nothing if it is refused, unless it ``must`` be read."""
     preset = read(folder, values)
     if preset is None:
         return ["is refused"] if must else []
     try:
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values)))
         found = seen(config)
-    except Exception as error:  # whatever Transformers says of a file that it cannot make a model of
+    except Exception as error:  # Transformers raises many kinds of errors for files that it cannot build
         return [f"{UNBUILT_WORDS}: {error!r:.200}"]
-    # Only files of eight layers have one without experts.
+    # Only files of eight layers have a layer without experts.
     return differences(preset, found, dense=preset.model.layers == 8) + planned_otherwise(config, found)
 
 

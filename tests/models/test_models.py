@@ -1,5 +1,5 @@
-"""Proves models by name and by file: presets, ``config.json`` of the families people train,
-and what wrong names and files are told.
+"""Tests of models given by name or by file: presets, ``config.json`` of common families, and the errors for wrong names
+and files.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves that the text model of a file with images around it is read as Transformers reads it:
-its type, its fields, tied matrices.
+"""Tests that the text model in a ``config.json`` of a vision-language model is read as Transformers reads it: its type,
+its fields, and whether its matrices are tied.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers_probe import tied_around  # noqa: E402
 READ = sorted(kind for kind in OUTER if OUTER[kind].text not in REFUSED)
 SAID = (None, True, False)
 VISION = {"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 16}
-"""A small model of images; only whether it is there matters."""
+"""A small vision model; its sizes do not matter."""
 
 
 def file(kind: str, outer: bool | None, inner: bool | None) -> dict[str, Any]:
-    """A model of a type with a small text model, and what each says of tied matrices."""
+    """Return a file of this type with a small text model; ``outer`` and ``inner`` say whether matrices are tied."""
     text = by_hand(OUTER[kind].text)
     text |= {} if inner is None else {"tie_word_embeddings": inner}
     return {"model_type": kind, "text_config": text, "vision_config": VISION} | (

@@ -1,5 +1,5 @@
-"""Proves what tensor and pipeline parallelism leave to context parallelism, counted by hand:
-ranks, heads, ports, layers, FLOPs.
+"""Tests of what tensor and pipeline parallelism leave to context parallelism, against counts by hand: ranks, heads,
+ports, layers and FLOPs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_tp4_of_4_kv_heads_leaves_one_and_two_ranks_a_node() -> None:
 
 
 def test_a_rank_keeps_the_port_of_one_gpu() -> None:
-    """Eight groups of a node move eight times the bytes of one through eight ports; each group sees one of them."""
+    """Under tp 8, the eight context-parallel groups of a node share its eight ports, so each group has one port."""
     found = topology(cluster("a100:4x8"), Shape(32, 8, 128, 128), tp=8).cluster
     assert found == replace(cluster("a100:4x8"), ranks_per_node=1)
 
@@ -113,7 +113,7 @@ def test_heads_layers_and_experts_that_do_not_divide_are_refused() -> None:
         topology(EIGHT, Shape(48, 6, 128, 128), tp=8)
     with pytest.raises(ValueError, match=re.escape("pp=3 does not divide the 32 layers of llama3-8b")):
         divided_preset(LLAMA, pp=3)
-    # Degrees that are named divide the GPUs and the layers: eight stages of 28 layers are not equal.
+    # The degrees that the error names divide both GPUs and layers; 8 is not among them, because it does not divide 28.
     for pp in (3, 8):
         with pytest.raises(ValueError, match=re.escape("[1, 2, 4]")):
             topology(EIGHT, LLAMA.shape, replace(LLAMA.model, layers=28), pp=pp)
@@ -146,7 +146,7 @@ def test_a_step_under_tensor_parallelism_has_its_collectives() -> None:
     plan = flexcp.Planner(**found.arguments, strategy="dp")([4096] * 4, masks={"mask": (causal(), 32)})
     alone, beside = (simulate(plan, training=Training(part, "none", tp=tp)).step for tp in (1, 8))
     assert alone is not None and beside is not None
-    # Four all-reduces of 4,096 rows of 4,096 bf16 numbers, each 2 * 7/8 of them through the port, and their start-ups.
+    # Four all-reduces of 4,096 rows of 4,096 bf16 numbers; 2 * 7/8 of each goes through the port, plus start-up times.
     sent = 4 * 2 * 7 * 4096 * 4096 * 2 // 8
     each = -(-sent * 1000 // (450_000 * 800 // 1000)) + 8 * 10_000
     assert beside.total_ns - alone.total_ns == 32 * each == beside.linear_ns - alone.linear_ns

@@ -1,10 +1,10 @@
-"""What a model of Transformers does, found by running a small one: heads, keys that each layer sees, weights,
+"""Runs a small model of Transformers and records what it does: heads, keys that each layer sees, weights, and
 multiplications of a token.
 
-Attention is replaced by a function that notes what it is given, so nothing here knows the names of a family's fields.
-Models that do not let it be replaced (falcon, gptj, codegen) return their weights of attention, which have heads and
-keys in them; KV heads and sizes of their heads are then in the number of weights alone. Of a model with images around
-it only the text model runs; whether its matrices are one is seen on the whole model, built without memory.
+Attention is replaced by a function that records its inputs, so the probe needs no names of a family's fields. Models
+whose attention cannot be replaced (falcon, gptj, codegen) return attention weights, which show heads and keys; their KV
+heads and head sizes only show in the number of weights. Of a vision-language model only the text model runs; whether
+its matrices are tied is seen on the whole model, built on the meta device.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 TOKENS = 24
 ALL = 0
-"""Keys of a layer without a window."""
+"""The number of keys that stands for a layer without a window."""
 UNKNOWN = -1
-"""Keys of a layer whose mask is neither causal nor a causal window."""
+"""The number of keys that stands for a mask that is neither causal nor a causal window."""
 Layer = tuple[int, int, int, int, int]
-"""Heads, KV heads, size of a head, of its values, and keys;
-without those in the middle where attention cannot be replaced.
-"""
+"""Heads, KV heads, head size, value size, keys; the three in the middle are 0 if attention cannot be replaced."""
 _calls: list[Layer] = []
 
 
 def _keys(seen: Any, window: int | None) -> int:
-    """Keys by the mask of TOKENS; a window that is longer than that is known by its keyword alone."""
+    """Return the keys of a mask of TOKENS tokens; a longer window is known by its keyword alone."""
     last = int(seen[-1].sum())
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     if not torch.equal(seen, (distance >= 0) & (distance < last)):
@@ -49,7 +47,7 @@ def _noted(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *
 
 
 class _Multiplications(TorchFunctionMode):
-    """Counts those of matrix products."""
+    """Counts the multiplications of matrix products."""
 
     total = 0
 
@@ -69,10 +67,11 @@ AttentionMaskInterface.register("noted", eager_mask)
 
 @dataclass(frozen=True)
 class Seen:
-    """``weights`` are those of matrices in layers, ``multiplications`` those of one token with such matrices.
+    """What the probe saw of a model. ``weights`` counts those of matrices in layers, ``multiplications`` those of one
+    token with these matrices.
 
-    ``replaced`` says whether attention was: otherwise ``layers`` know heads and keys only, and attention multiplies
-    too.
+    ``replaced`` says whether attention was replaced. Otherwise ``layers`` has heads and keys only, and multiplications
+    include those of attention.
     """
 
     layers: Counter[Layer]
@@ -84,7 +83,7 @@ class Seen:
 
 
 def seen(config: Any) -> Seen:
-    """A small model of ``config``, run once."""
+    """Build a small model of ``config``, run it once, and return what the probe saw."""
     text = config.get_text_config()
     if text is not config:
         return replace(_run(text), tied=tied_around(config))
@@ -92,7 +91,7 @@ def seen(config: Any) -> Seen:
 
 
 def _run(config: Any) -> Seen:
-    # Families without a text model of their own have one for their other models.
+    # Families without a causal language model have at least a base text model.
     alone = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     kind = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING if alone else transformers.MODEL_MAPPING)[type(config)]
     replaced = kind.is_backend_compatible()
@@ -100,7 +99,7 @@ def _run(config: Any) -> Seen:
         model = kind._from_config(
             config, attn_implementation="noted" if replaced else "eager", experts_implementation="eager"
         )
-    model.tie_weights()  # which is done together with the weights
+    model.tie_weights()  # no_init_weights() skips this
     _calls.clear()
     with _Multiplications() as counter, torch.no_grad():
         found = model.eval()(input_ids=torch.arange(TOKENS)[None], use_cache=False, output_attentions=not replaced)
@@ -109,7 +108,7 @@ def _run(config: Any) -> Seen:
         _calls if replaced else [(each.shape[1], 0, 0, 0, _keys(each[0, 0] > 0, None)) for each in found.attentions]
     )
     embedding, head = model.get_input_embeddings().weight, getattr(model, "lm_head", None)
-    # Embeddings, also of positions, are no part of layers.
+    # Embeddings, also of positions, do not belong to layers.
     outside = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding) or part is head}
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in outside)
     multiplied -= 0 if head is None else head.weight.numel()
@@ -118,7 +117,7 @@ def _run(config: Any) -> Seen:
 
 
 def tied_around(config: Any) -> bool:
-    """Whether embedding and head of a model with images are one matrix."""
+    """Return whether embedding and head of a vision-language model are one matrix."""
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
     return whole.get_output_embeddings().weight is whole.get_input_embeddings().weight

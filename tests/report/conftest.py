@@ -1,7 +1,7 @@
-"""The browser of the report's tests: Debian's Chromium, or whatever Chromium is on the path, driven by Playwright.
+"""The browser for tests of the HTML report: a Chromium on the path, driven by Playwright.
 
-``make test`` installs it where it may (root and apt-get). Without one these tests are skipped and say so. With
-``--screenshots FOLDER`` pictures for the docs are kept: ``make screenshots``.
+``make test`` installs Debian's Chromium if it can (root and apt-get). Without a browser these tests are skipped with a
+message. With ``--screenshots FOLDER`` (``make screenshots``) pictures for the docs are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def screenshots(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures go."""
+    """The folder in which pictures of the report are saved."""
     given = request.config.getoption("--screenshots", default=None)
     folder = Path(given) if given else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Pages that the tests of the report look at: small ones with every kind of section, and a large one."""
+"""Pages for the tests of the HTML report: small ones with every kind of section, and a large one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def write_every_kind(path: Path) -> int:
 
 
 def write_example(path: Path) -> int:
-    """The page in the docs: a long-tailed batch on 2 nodes of 4 ranks."""
+    """Write the page whose pictures are in the docs: a long-tailed batch on 2 nodes of 4 ranks."""
     from flexcp.data.lengths import draw_lengths
 
     lengths, machine = draw_lengths("web", 131_072, 0), flexcp.cluster("h100", 2, 4)
@@ -90,14 +90,14 @@ def write_example(path: Path) -> int:
 
 
 def write_few_rows(path: Path) -> int:
-    """Every kind of section, on two ranks."""
+    """Write a page with every kind of section, with a plan on two ranks so that tables have few rows."""
     plan = flexcp.Planner(**HEADS, cluster=flexcp.cluster("h100", 2, 1), strategy="blocks")([900, 31])
     kinds = every_kind()
     return write_report(path, [kinds[0], timed_plan(plan), *kinds[3:]], "Few rows")
 
 
 def write_advice(path: Path) -> None:
-    """The page of ``flexcp advise`` on passes that differ, so that the mean is none of them."""
+    """Write the page of ``flexcp advise`` for passes that differ, so that no pass takes their mean time."""
     from typer.testing import CliRunner
 
     from flexcp.cli.main import app

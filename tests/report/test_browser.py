@@ -1,8 +1,8 @@
-"""Proves the report in a real Chromium: it draws what the plan says, every control does its job,
-nothing complains, nothing goes out.
+"""Tests of the HTML report in a real Chromium: it draws what the plan says, every control works, nothing is logged to
+the console, and nothing is requested from the network.
 
-Axe, the accessibility checker, finds nothing in light and dark. Hovering and the keyboard cursor tell the plan's own
-numbers.
+Axe, the accessibility checker, finds no violation in light and dark mode. Hovering and the keyboard cursor show the
+plan's numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened_page(browser: Any, file: Path) -> Iterator[Any]:
-    """The page, opened; at the end nothing was logged, nothing failed, and nothing was asked of the network."""
+    """Open the page, and check at the end that nothing was logged, failed, or was requested from the network."""
     opened = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
     said: list[str] = []
     opened.on("console", lambda message: said.append(message.text))
@@ -43,20 +43,20 @@ def opened_page(browser: Any, file: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, file: Path) -> Iterator[Any]:
-    """A page of a test's own, whose controls it may use."""
+    """A page for one test, which may use its controls."""
     with opened_page(browser, file) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def read_page(browser: Any, file: Path) -> Iterator[Any]:
-    """One page for all tests that only point at pictures: drawing it takes a second."""
+    """One page for all tests that only point at pictures, because drawing a page takes a second."""
     with opened_page(browser, file) as opened:
         yield opened
 
 
 def pixels(page: Any, selector: str) -> str:
-    """A canvas's picture; two are equal when nothing changed."""
+    """Return the picture of a canvas as text, so that two pictures can be compared."""
     return str(page.locator(selector).first.evaluate("canvas => canvas.toDataURL()"))
 
 
@@ -65,7 +65,7 @@ def picture(name: str, section: int = 1) -> str:
 
 
 def hover(page: Any, figure: str, x: float, y: float, left: int, top: int, right: int = 8, bottom: int = 24) -> str:
-    """What the tip says at a fraction of the picture inside its margins."""
+    """Return what the tooltip says at the fraction ``x``, ``y`` of the picture inside its margins."""
     canvas = page.locator(f"{figure} canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -106,7 +106,7 @@ def test_the_matrix_says_who_computes(read_page: Any) -> None:
 
 
 def test_a_tree_says_what_is_where_and_who_keeps_it(read_page: Any) -> None:
-    """Lanes are the sequences 0-1-2, 0-1-3 and 0-4, the deepest has 900 tokens."""
+    """The lanes of the tree are its sequences of segments, 0-1-2, 0-1-3 and 0-4; the longest has 900 tokens."""
     kept = pages.trees().placement.kept
     where = {(0.2, 0.9): (0, 180), (0.6, 0.2): (1, 140), (0.8, 0.5): (3, 120), (0.6, 0.8): (4, 140)}
     for (x, y), (segment, token) in where.items():
@@ -158,7 +158,7 @@ def test_times_and_lines_say_their_numbers(read_page: Any) -> None:
 
 @pytest.mark.parametrize("width", [WIDTH, 380])
 def test_names_of_strategies_are_drawn_whole(browser: Any, tmp_path: Path, width: int) -> None:
-    """Of the advice: its names are the longest. Every name is drawn uncut and inside the picture."""
+    """Every name is drawn uncut and inside the picture. The page of ``flexcp advise`` has the longest names."""
     pages.write_advice(tmp_path / "advice.html")
     opened = browser.new_page(viewport={"width": width, "height": HEIGHT})
     opened.add_init_script(
@@ -282,7 +282,7 @@ def test_light_and_dark(page: Any) -> None:
     page.locator("#theme").click()
     assert (page.evaluate(back), pixels(page, f"{picture('balance')} canvas")) == (light, drawn)
     page.emulate_media(color_scheme="dark")
-    for _ in range(100):  # the page hears of it a moment later
+    for _ in range(100):  # the page is notified a moment later
         if page.evaluate(back) != light:
             break
         page.wait_for_timeout(50)
@@ -301,7 +301,7 @@ def test_links_lead_to_sections(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(browser: Any, tmp_path: Path, scheme: str) -> None:
-    """On a page of few rows, because Axe measures the contrast of every cell."""
+    """The page has few rows, because Axe measures the contrast of every cell."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     pages.write_few_rows(tmp_path / "few.html")
     page = browser.new_page(color_scheme=scheme)
@@ -321,9 +321,9 @@ def test_a_narrow_screen_scrolls_only_down(browser: Any, file: Path) -> None:
 
 
 def test_pictures_for_the_docs(browser: Any, screenshots: Path, tmp_path: Path) -> None:
-    """What docs/pictures shows, taken from the same page; kept with --screenshots.
+    """Takes the pictures of docs/pictures, all from one page; ``--screenshots`` keeps them.
 
-    Single pictures come without what only works on the page: buttons and the table behind them.
+    Single pictures are taken without what only works on the page: buttons and the folded table below a picture.
     """
     path = tmp_path / "example.html"
     pages.write_example(path)

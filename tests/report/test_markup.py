@@ -1,4 +1,4 @@
-"""Proves the elements of a page: what a figure's tools hold, and how cells of a table are written."""
+"""Tests of the HTML elements of a report: the tools of a figure, and the cells of tables."""
 
 from __future__ import annotations
 

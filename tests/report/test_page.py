@@ -1,5 +1,5 @@
-"""Proves the page's text: it needs nothing else, what users name cannot break out of it, it stays small,
-it is written whole or not.
+"""Tests of the HTML text of a report: it loads nothing from elsewhere, names from users cannot inject HTML or scripts,
+it stays small, and it is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 
 def test_the_times_of_an_advice_agree(tmp_path: Path) -> None:
-    """The headline, the bars and their table say the mean of the passes; a plan's panel says which pass it is,
-    and that pass's own time.
+    """The headline, the bars and their table give the mean over passes. The panel of a plan says which pass it shows,
+    and gives the time of that pass.
     """
     pages.write_advice(tmp_path / "advice.html")
     text = unescape((tmp_path / "advice.html").read_text())
@@ -172,7 +172,7 @@ def test_one_document_is_drawn_whatever_the_budget(monkeypatch: pytest.MonkeyPat
 
 
 def test_runs_count_where_a_document_has_more_of_them_than_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five tokens in turn for each of four ranks: 12 runs of the first document and 8 of the second."""
+    """Four ranks keep five tokens each in turn, so the first document has 12 runs and the second has 8."""
     planner = flexcp.Planner(4, 2, 64, cluster=flexcp.cluster("h100", 1, 4), strategy="blocks")
     plan = planner([60, 40], layout=[[t for t in range(100) if t // 5 % 4 == rank] for rank in range(4)])
     assert max(len(regions) for regions in plan.placement.regions) < 20

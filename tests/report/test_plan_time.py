@@ -1,5 +1,5 @@
-"""Proves the times of a plan on a page: they are those of the simulation, part by part,
-and perfect compute is of the same things as the time it is set beside.
+"""Tests of the times of a plan in a report: each part is that of the simulation, and perfectly divided compute covers
+the same work (attention, layers or a whole step) as the time it is compared with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_perfect_compute_has_the_vocabulary_where_the_time_has_it() -> None:
 
 
 def test_a_steps_parts_are_its_attention_waits_and_everything_else() -> None:
-    """Sync counts to the other layers; a rank that is done waits for the slowest, whatever it waited for."""
+    """Gradient sync is counted with the other layers; a rank that finishes early waits for the slowest rank."""
     parts = np.array([[40, 10, 0], [5, 0, 90], [30, 20, 0], [10, 3, 0]])
     found = PlanTime.of_step(StepTime(90, 40, 5, 30, 10, parts), 7, "pass", "words")
     assert found.attention_ns.tolist() == [40, 10, 0] and found.linear_ns.tolist() == [40, 23, 0]

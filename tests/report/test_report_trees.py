@@ -1,4 +1,4 @@
-"""Proves what the report draws of trees: every token once, where its path says, with the rank that keeps it."""
+"""Tests of how the report draws trees: every token once, at its place in the tree, with the rank that keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proves the table of rounds: the plan's own numbers, a line per stage and level, the largest where there are many."""
+"""Tests of the table of rounds: the plan's numbers, a line for each stage and level, of many only the largest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def plan_for(strategy: str, nodes: int, ranks: int) -> Plan:
 
 
 def test_an_exchange_of_all_with_all_worked_out_by_hand() -> None:
-    """Two nodes of two: one peer inside, two across, in both directions, and nobody waits."""
+    """With two nodes of two ranks, each rank has one peer inside its node and two across, and no rank waits."""
     plan = plan_for("allgather", 2, 2)
     assert rounds_columns(plan, False) == {
         "stage": [1, 1],

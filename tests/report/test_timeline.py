@@ -1,4 +1,4 @@
-"""Proves the timeline of a report: bars are joined where they may be and nowhere else, and its table adds them up."""
+"""Tests of the timeline of a report: only bars that may be joined are joined, and the table below adds bars up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MS = 1_000_000
 
 
 def spans_of(bars: list[Event]) -> list[tuple[int, str, int, int, str]]:
-    """(rank, track, start, stop, name) of what is drawn."""
+    """Return (rank, track, start, stop, name) of the bars that are drawn."""
     data = timeline_data(bars)
     columns = (data["spans"][name] for name in ("rank", "lane", "start", "stop", "label"))
     names, lanes = data["labels"], list(TRACKS)
@@ -22,7 +22,7 @@ def spans_of(bars: list[Event]) -> list[tuple[int, str, int, int, str]]:
 
 
 def test_transfers_are_joined_up_to_a_two_thousandth_and_only_with_their_own_kind() -> None:
-    """The whole is 4000 long, so a gap of 2 is joined and one of 3 is not."""
+    """The timeline is 4000 ns long, so bars with a gap of 2 are joined, and bars with a gap of 3 are not."""
     bars = [
         Event(0, "compute", "slot 0", 0, 4000, 0),
         Event(0, "compute", "slot 1", 1, 2, 0),

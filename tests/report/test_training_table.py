@@ -1,4 +1,4 @@
-"""Proves the tables of a training run: every column of every step, and the key figures."""
+"""Tests of the tables of a training run in a report: every column of every step, and the key figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexcp.train.loop import StepReport
 
 
 def steps() -> list[StepReport]:
-    """Two steps, of which no two numbers are alike."""
+    """Return two steps whose numbers are all different."""
     names = list(StepReport.__dataclass_fields__)
     values: list[dict[str, Any]] = [{name: 10 * n + at for at, name in enumerate(names)} for n in (1, 2)]
     return [StepReport(**each) for each in values]

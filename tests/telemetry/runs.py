@@ -1,5 +1,5 @@
-"""What the tests of telemetry run on ranks: one small batch, a step with a Telemetry,
-a kernel that goes wrong on purpose.
+"""Helpers of the telemetry tests: the plan of a small batch, random inputs, training of a step, and a way to replace
+the CPU kernel by one with a mistake.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def plan_for(ranks: int, mask: Any = None, strategy: str = "blocks", dtype: str 
 
 
 def qkv(step: Step, size: float = 1.0) -> list[Tensor]:
-    """This rank's rows of a random stream."""
+    """Return this rank's rows of random q, k and v."""
     dtype, tokens = getattr(torch, step.plan.shape.dtype), step.plan.batch.tokens
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM))
@@ -51,7 +51,7 @@ def train(step: Step, layers: int = 1, **call: Any) -> None:
 
 @contextmanager
 def kernel_forward(change: Callable[..., None]) -> Iterator[None]:
-    """Inside, ``change(right, q, k, v, work, settings, out, lse)`` is the CPU kernel's forward."""
+    """Inside this context, ``change(right, q, k, v, work, settings, out, lse)`` is the forward of the CPU kernel."""
     right = cpu.forward
 
     def wrong(*arguments: Any) -> None:

@@ -1,5 +1,5 @@
-"""Proves the flight recorder: an error, a stall, a NaN and ranks that disagree each leave a dump that says what was
-where, and broken dumps are refused by what is wrong with them.
+"""Tests of the flight recorder: an error, a stall, a NaN and ranks that disagree each leave a dump that says where
+every rank was, and a broken dump is refused with what is wrong with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def broken(*_: Any) -> None:
 
 
 def on_death(group: dist.ProcessGroup, plan: Plan, folder: str) -> str:
-    """Rank 1 breaks in its kernel; the others wait for it in vain."""
+    """Rank 1 fails in its kernel; the other ranks wait for it until they time out."""
     telemetry = flexcp.Telemetry(folder, stall=None)
     step = flexcp.bind(plan, group, timeout=30.0, telemetry=telemetry)
     step.collectives.timeout = timedelta(seconds=1)
@@ -52,7 +52,7 @@ def on_disagreement(group: dist.ProcessGroup, plans: list[Plan], folder: str) ->
 
 
 def on_stall(group: dist.ProcessGroup, plan: Plan, folder: str) -> list[str]:
-    """Rank 0 dawdles in its second call; all of them come through in the end."""
+    """Rank 0 is slow in its second call; in the end all ranks finish."""
     telemetry = flexcp.Telemetry(folder, stall=0.2)
     step = flexcp.bind(plan, group, telemetry=telemetry)
     train(step)
@@ -62,7 +62,7 @@ def on_stall(group: dist.ProcessGroup, plan: Plan, folder: str) -> list[str]:
             end = time.monotonic() + 20
             while not telemetry.dumps and time.monotonic() < end:
                 time.sleep(0.02)
-            time.sleep(0.3)  # for the others, who began to wait later
+            time.sleep(0.3)  # so that the other ranks, which began to wait later, notice the stall too
         right(*arguments)
 
     if step.rank == 0:
@@ -136,7 +136,7 @@ def test_dumps_are_bounded(tmp_path: Path) -> None:
 
 def test_ranks_that_wait_for_a_broken_one_dump_where_they_were(tmp_path: Path) -> None:
     plan = plan_for(3, flexcp.full(), "ring")
-    with RankPool(3) as own:  # its group is broken afterwards
+    with RankPool(3) as own:  # a pool of its own, because its group is unusable afterwards
         answers = own.run(on_death, plan, str(tmp_path))
     assert "the kernel broke" in answers[1]
     dumps = {d.global_rank: d for d in map(read_dump, find_dumps(tmp_path))}

@@ -1,5 +1,5 @@
-"""Proves the records: the stamps of a pass say where it is and how long it waited, packed and computed; messages are
-the plan's; memory is bounded.
+"""Tests of telemetry records: the time stamps of a pass say where it is and how long it waited, packed and computed;
+messages are those of the plan; and memory is bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexcp.telemetry.scalars import scalars
 
 
 def ticking(gaps: list[int]) -> Iterator[int]:
-    """A clock that shows 100, then goes on by each gap."""
+    """Yield the times of a clock that starts at 100 and advances by each gap."""
     now = 100
     yield now
     for gap in gaps:

@@ -1,8 +1,8 @@
-"""Proves check_every: right results of every mask, head arrangement, layout and dtype pass, wrong ones raise on all
-ranks and name the row.
+"""Tests of ``Telemetry(check_every=...)``: correct results with every mask, and with various layouts and dtypes, pass;
+wrong results raise on all ranks and name the row.
 
-The check shares no code with kernels, programs or transfers, so a mistake in any of them is a mismatch here. Each test
-looks at many rows, so that what it proves does not hang on which were drawn.
+The check shares no code with kernels, programs or transfers, so a mistake in any of them is a mismatch. Each test
+checks many rows, so that it does not depend on which rows are drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = dict[str, Any]
 
 
 def on_rows(group: dist.ProcessGroup | None, plans: list[tuple[Plan, Call]]) -> list[Row]:
-    """The worst row of all rows of each plan's batch, under an attention call."""
+    """Return the row with the largest error, of every third row of each plan's batch, after an attention call."""
     found = []
     for plan, call in plans:
         step = flexcp.bind(plan, group)
@@ -44,7 +44,7 @@ def on_rows(group: dist.ProcessGroup | None, plans: list[tuple[Plan, Call]]) -> 
 
 
 def on_check(group: dist.ProcessGroup, plan: Plan, wrong: dict[int, str], call: Call, folder: str) -> dict[str, Any]:
-    """Three calls with check_every=2; ``wrong`` says on which rank which mistake the kernel makes."""
+    """Run three calls with check_every=2; ``wrong`` says which mistake the kernel makes on which rank."""
     telemetry = flexcp.Telemetry(folder, check_every=2, check_rows=TOKENS, stall=None)
     step = flexcp.bind(plan, group, telemetry=telemetry)
     mistake = wrong.get(step.rank, "")
@@ -137,18 +137,18 @@ def test_one_rank_with_a_wrong_kernel_stops_all(
 
 
 class Corrupting(HostExchange):
-    """A transport that changes one number of every message that it sends: a bit of its exponent."""
+    """A transport that flips a bit in the exponent of one number of every message that it sends."""
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         changed = message.clone()
         if len(changed) >= 8:
             changed[6] ^= 0x10
-        self.kept = [*getattr(self, "kept", []), changed]  # until it has left
+        self.kept = [*getattr(self, "kept", []), changed]  # must live until it has been sent
         return super().send(changed, peer, tag)
 
 
 def on_corruption(group: dist.ProcessGroup, plan: Plan, folder: str) -> dict[str, Any]:
-    """Two calls, of which the second is checked; rank 0 sends corrupted messages."""
+    """Run two calls, of which the second is checked, while rank 0 sends corrupted messages."""
     telemetry = flexcp.Telemetry(folder, check_every=2, check_rows=TOKENS, stall=None)
     step = flexcp.bind(plan, group, telemetry=telemetry)
     inputs = qkv(step)
@@ -165,7 +165,7 @@ def on_corruption(group: dist.ProcessGroup, plan: Plan, folder: str) -> dict[str
 
 
 def test_a_message_whose_bytes_were_changed_on_its_way_stops_all(pool: RankPool, tmp_path: Path) -> None:
-    """Transports carry no checksums of their own; check_every is what finds it."""
+    """Transports have no checksums, so only ``check_every`` finds such an error."""
     answers = pool.run(on_corruption, plan_for(3, flexcp.full(), "ring"), str(tmp_path), ranks=3)
     for answer in answers:
         assert answer == answers[0] and answer["done"] == 1
@@ -191,7 +191,7 @@ def test_nan_that_came_in_is_no_mismatch() -> None:
 
 
 def test_a_row_without_keys_must_be_zero() -> None:
-    """Only document rows with keys have a size to compare with; an empty row has none, and anything but 0 is wrong."""
+    """Errors are relative to the size of a row's values. A row without keys has no values, so it must be exactly 0."""
     mask = flexcp.from_slices(6, [(3, 6, 0, 6, None, None)])
     plan = plan_for(1, mask, lengths=[6])
     step = flexcp.bind(plan)

@@ -29,7 +29,7 @@ MASKS = {"full": (flexcp.causal(), 1), "window": (flexcp.window(4), 2)}
 
 
 def on_steps(group: dist.ProcessGroup, plans: list[Plan], path: str) -> dict[str, Any]:
-    """A step for each plan: one layer of each mask, forward and backward; then a trace."""
+    """Run a step for each plan, with one layer of each mask, forward and backward; then write a trace."""
     telemetry = flexcp.Telemetry(keep=2)
     for plan in plans:
         with telemetry.planning():
@@ -77,8 +77,8 @@ def test_passes_bytes_and_plans_are_recorded_and_only_the_last_steps_kept(pool: 
 
 
 def check_trace(found: dict[str, Any], plans: list[Plan]) -> None:
-    """Ranks side by side; every message of the plan is there once on each side,
-    with an arrow that goes forward in time.
+    """Check that a trace has all ranks, and every message of the plans once on each side, with an arrow that goes
+    forward in time.
     """
     events = found["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -111,8 +111,8 @@ def check_trace(found: dict[str, Any], plans: list[Plan]) -> None:
 
 
 def message_bars(ahead: int) -> dict[str, tuple[float, float]]:
-    """Begin and end, in microseconds, of what a trace draws for stage 2 of a pass of three stages whose stamps are one
-    microsecond apart.
+    """Return begin and end, in microseconds, of the messages that a trace draws for stage 2 of a pass of three stages
+    whose time stamps are one microsecond apart.
     """
     messages = [([], []), ([], []), ([(1, 8)], [(1, 8)])]
     done = {"name": "forward", "number": 0, "times": [1000 * t for t in range(11)], "spans": []}
@@ -137,7 +137,7 @@ def test_a_record_says_how_far_ahead_stages_are_posted() -> None:
 
 
 def test_steps_in_use_at_once_are_kept_apart() -> None:
-    """A pipeline binds its micro-batches first and runs them interleaved; two of them may have the same plan."""
+    """A pipeline binds all its micro-batches, then runs them interleaved; two of them may have the same plan."""
     telemetry, plan = flexcp.Telemetry(keep=3), plan_for(1)
     steps = [flexcp.bind(plan, telemetry=telemetry) for _ in range(3)]
     for number, step in enumerate(steps):
@@ -145,7 +145,7 @@ def test_steps_in_use_at_once_are_kept_apart() -> None:
     train(steps[0])
     assert [len(s.passes) for s in telemetry.steps] == [4, 4, 6]
     late = flexcp.bind(plan, telemetry=telemetry)
-    train(steps[0])  # its record had to make room, so it takes the next one
+    train(steps[0])  # its record was dropped to make room, so the step gets a new one
     train(late)
     assert [(s.number, len(s.passes)) for s in telemetry.steps] == [(2, 6), (3, 2), (4, 2)]
 
@@ -198,7 +198,7 @@ def test_scalars_reach_tensorboard_once_a_step(tmp_path: Path) -> None:
             with telemetry.planning():
                 pass
             step = flexcp.bind(plan, telemetry=telemetry)
-            telemetry.log(writer)  # nothing ran yet: nothing to say
+            telemetry.log(writer)  # nothing has run yet, so nothing is logged
             train(step)
             telemetry.log(writer)
         telemetry.log(writer)

@@ -1,7 +1,7 @@
-"""Proves how stamps are read, for the host's clock and, with events that only pretend,
-for a device that lags behind the host.
+"""Tests of how time stamps are read, from the host's clock and from the events of a simulated device that lags behind
+the host.
 
-No GPU takes part: what is shown is that reading never waits for an event the device has not passed.
+No GPU is needed. Reading must never wait for an event that the device has not passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcp.telemetry.records import PassRecord, Times
 
 
 class Device:
-    """Events are at 0, 1, 2, ... ms of its time; it has passed those before ``at``."""
+    """A simulated device. Its events are at 0, 1, 2, ... ms, and it has passed the first ``at`` of them."""
 
     def __init__(self) -> None:
         self.queued, self.at = 0, 0
@@ -42,7 +42,7 @@ class Event:
 
 
 def on_device(device: Device, slots: int) -> PassRecord:
-    """A pass that the host has queued to its end."""
+    """Return a pass all of whose work the host has queued on the device."""
     found = PassRecord("full", True, 3, slots, device.event, lambda p, e: None)
     with found.running():
         for _ in range(3 * slots):

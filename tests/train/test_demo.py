@@ -1,5 +1,5 @@
-"""Proves the demo: training under a plan has the loss of one process that knows nothing of flexcp,
-and the demo says so truthfully.
+"""Tests of ``flexcp demo``: training under a plan has the loss of one process without flexcp, and the demo reports
+whether the losses agree.
 """
 
 from __future__ import annotations

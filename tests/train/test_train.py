@@ -1,5 +1,5 @@
-"""Proves ``flexcp train``: our GPT and a Hugging Face configuration learn on distributions and on text,
-and its numbers are the plans'.
+"""Tests of ``flexcp train``: flexcp's GPT and a Hugging Face configuration learn from drawn lengths and from text, and
+wrong input is refused before anything trains.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_a_wrong_model_or_strategy_is_one_line_before_ranks_start(
 def test_documents_beyond_learned_positions_are_one_line_before_ranks_start(
     family: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model with RoPE has no table of positions, and trains on longer documents."""
+    """A model with RoPE (here llama) has no table of positions, so it may train on longer documents."""
 
     def start(*_: object) -> None:
         raise ValueError("ranks were started")
@@ -163,7 +163,7 @@ def test_a_later_step_with_a_longer_document_is_found(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_memory_cannot_hold_is_refused() -> None:
-    """Weights, gradients and two moments of 1,000 parameters in float32 take 16,000 bytes on each of two ranks."""
+    """Weights, gradients and two optimizer moments of 1,000 float32 parameters take 16,000 bytes on each rank."""
     refuse_too_large("config.json", 1000, 4, 2, 32_000)
     with pytest.raises(ValueError, match=r"config\.json is too large .* on 2 ranks, .* smaller model"):
         refuse_too_large("config.json", 1000, 4, 2, 31_999)
@@ -177,7 +177,7 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
         assert [d.tolist() for d in documents.step(3)] != [d.tolist() for d in documents.step(4)]
     assert bytes(Documents(text, 19, 256).step(0)[0].tolist()) == b"never odd or even, "
     assert sum(shrunk_lengths("longtail", 17, 1, 16)) == 17
-    for tokens in (1, 2, 3, 5):  # at such sizes more documents may be drawn than there are tokens
+    for tokens in (1, 2, 3, 5):  # so few that more documents may be drawn than there are tokens
         for seed in range(8):
             assert sum(shrunk_lengths("web", tokens, seed, 16)) == tokens
 

@@ -1,5 +1,5 @@
-"""Proves the update of a loop: shares are summed over ranks, of parameters that a rank did not use too;
-ranks hold the same weights.
+"""Tests of the optimizer update of the training loop: gradients are summed over ranks, also of parameters that a rank
+did not use, so that all ranks keep the same weights.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from flexcp.train.update import sum_gradients, total_loss, update
 
 
 def trained(group: dist.ProcessGroup | None, rank: int) -> tuple[list[float], float, bool]:
-    """Two weights; every rank's loss is its rank + 1 times the first, rank 0's also twice the second: what is left
-    after a step of 1.
+    """Update two weights once with learning rate 1; return the weights, the total loss, and whether gradients are
+    cleared.
+
+    The loss of a rank is (rank + 1) times the first weight; that of rank 0 also has twice the second weight.
     """
     weights = [nn.Parameter(torch.tensor(5.0)), nn.Parameter(torch.tensor(7.0))]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0)

@@ -1,5 +1,5 @@
-"""Proves accept on real ranks: what is right passes and is in the report, and a wrong version or node map ends before
-any group is made.
+"""Tests of ``flexcp accept`` on real ranks: a correct setup passes and is reported, and a wrong version or node map
+ends the run before a process group is made.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRONG = Verdict({"out": 0.5, "dq": 1e-9}, {"out": 1e-3, "dq": 1e-3}, False)
 
 @pytest.fixture
 def ranks() -> Iterator[RankPool]:
-    """Two ranks in a group whose store knows no cards yet."""
+    """Two ranks in a group whose store holds no cards of ranks yet."""
     with RankPool(2) as two:
         yield two
 
@@ -48,7 +48,7 @@ def ranks() -> Iterator[RankPool]:
 def accepted(
     group: dist.ProcessGroup, setting: Setting, names: str, versions: list[str], verdict: Verdict | None = None
 ) -> tuple[bool, Acceptance, list[str]]:
-    """What accept finds on hosts of these names, with these versions of flexcp; and its steps."""
+    """Run ``accept`` with these host names and flexcp versions; return whether it passed, its findings, its steps."""
     rank, steps = dist.get_rank(group), []
 
     def start() -> dist.ProcessGroup:
@@ -70,7 +70,7 @@ def accepted(
 def test_ranks_that_are_what_they_should_be_are_accepted(ranks: RankPool, tmp_path: Path) -> None:
     answers = ranks.run(accepted, replace(SETTING, rehearsal=False), "ab", ["1", "1"])
     (passed, found, steps), (also, other, _) = answers
-    # Links are not judged here: this machine's are whatever its other work leaves.
+    # Links are not judged here: their speed on this machine depends on its other work.
     judged = [check.name for check in found.checks if check.name != "links"]
     assert judged == ["versions", "hosts", "exactness", "predicted time"]
     assert all(check.passed for check in found.checks if check.name != "links")

@@ -1,5 +1,5 @@
-"""Proves the checks that need no group: every rank that runs something else, or somewhere else,
-is named with the way out.
+"""Tests of the checks of ``flexcp accept`` that need no process group: a rank that runs other versions, or on another
+host than planned, is named with the way out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_nodes_that_are_not_hosts_fail_and_a_rehearsal_may_share_them() -> None:
     (line,) = hosts_check(made_cards("aaaa"), two, rehearsal=False).failures
     assert "rank 0 on node 0 and rank 2 on node 1, but both run on host a" in line and "--rehearsal" in line
     assert hosts_check(made_cards("aaaa"), two, rehearsal=True).passed
-    for rehearsal in (False, True):  # no rehearsal has fast links between machines
+    for rehearsal in (False, True):  # a rehearsal cannot make links between hosts as fast as inside a node
         (line,) = hosts_check(made_cards("aabb"), flexcp.cluster("h100:1x4"), rehearsal).failures
         assert "rank 0 runs on host a and rank 2 on b" in line and "nodes=2, ranks_per_node=2" in line
 

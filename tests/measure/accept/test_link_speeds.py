@@ -1,5 +1,5 @@
-"""Proves link speeds: every pair is measured, and a link, rank or node that is slow is named,
-whatever share of the links it spoils.
+"""Tests of measured link speeds: every pair is measured, and a slow link, rank or node is named, however many of the
+links it slows down.
 """
 
 from __future__ import annotations

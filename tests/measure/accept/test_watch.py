@@ -1,4 +1,4 @@
-"""Proves the watch: whatever happens to a rank, all ranks leave and one tells which rank it was."""
+"""Tests of the watch of ``flexcp accept``: if a rank dies, hangs or fails, all ranks exit and one names that rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_rank_that_is_behind_is_named_and_time_that_is_too_short() -> None:
 def watched(
     works: list[Callable[[Watch], None] | None], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[int]]:
-    """Ranks as threads, each with its work (None: a rank that never says anything); what was told, and who left."""
+    """Run ranks as threads, each with its work (None: a rank that never starts); return messages and who exited."""
     monkeypatch.setattr(watching, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(watching, "LOOK_EVERY_SECONDS", 0.05)
     store = kept_store()

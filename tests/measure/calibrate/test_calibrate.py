@@ -1,5 +1,5 @@
-"""Proves calibration on real ranks: kernels, layers and links are measured together and make a usable cost model.
-No times are judged.
+"""Tests of calibration on real ranks: kernels, layers and links are measured together and give a usable cost model. The
+measured times themselves are not judged.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_links_need_somebody(pool: RankPool) -> None:
 def test_kept_bytes_are_counted_once() -> None:
     dist_group: dist.ProcessGroup | None = None
     found = layer_times(dist_group, SHAPE, MODEL, "cpu", (8,), repeats=1)
-    # x and x after attention (32 each), what attention gave (a view of qkv: 64 + 64), gate and value (128), silu's
-    # result and the product (64 each); out (64) and LSE (4); four bytes each.
+    # Numbers kept of a token, four bytes each: x before and after attention (32 each), the output of attention (a view
+    # of qkv: 64 + 64), gate and value (128), the result of silu and the product (64 each), out (64) and LSE (4).
     kept = 32 + 32 + (64 + 64) + 128 + 64 + 64 + 64 + 4
     assert found.token_bytes == pytest.approx(4 * kept, rel=0.01)
     assert torch.is_grad_enabled()

@@ -1,5 +1,5 @@
-"""Proves fits: numbers that made the times come back from them, with errors of what was held out;
-calibrations survive files.
+"""Tests of fits of the cost model: the parameters that synthetic times were made with are found again, errors are those
+of samples that were held out, and calibrations are unchanged after saving and loading.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def test_a_fit_finds_what_made_the_times() -> None:
 
 
 def test_more_work_measured_as_faster_still_fits_positive_times() -> None:
-    """As on a machine whose neighbours come and go: with a launch of any price, a pair would take less than nothing."""
+    """Such times occur on a shared machine. With a launch cost above 0 in the fit, the time of a pair would be
+    negative.
+    """
     times = [(10**5, 900_000.0), (10**6, 500_000.0), (10**7, 100_000.0)]
     found = fit_kernels([Sample("s", pairs, 8, backward, ns) for pairs, ns in times for backward in (False, True)])
     assert min(found.forward, found.backward) > 0 and found.kernel_ns == 0
@@ -67,7 +69,7 @@ def test_a_calibration_predicts_what_was_measured() -> None:
     cost = found.cost
     machine = found.on(flexcp.cluster("cpu", 1, 4))
     assert (machine.intra_mbps, machine.latency_ns, cost.message_ns) == (2000, 20_000, 4000)
-    # Efficiencies are whole per mille: within that, times are the measured ones.
+    # Efficiencies are rounded to whole per mille; apart from that, predicted times are the measured ones.
     for sample in samples():
         work = np.array([sample.pairs + sample.tiles * cost.row_tile_pairs])
         ns = (

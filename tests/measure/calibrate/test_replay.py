@@ -1,5 +1,5 @@
-"""Proves replay: every rank's kernels run, where the plan has work and nowhere else,
-and their times take the model's place.
+"""Tests of replay: the kernels of every rank run exactly where the plan has work, and their measured times replace
+those of the cost model in a simulation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_times_are_where_work_is(strategy: str) -> None:
 
         with patch.object(cpu, name, counted):
             found = slot_times(plan, 0, backward, repeats=1)
-        if not plan.programs[0][backward].held:  # held work is cut at whole tiles, which these documents hardly have
+        if not plan.programs[0][backward].held:  # held work is cut at whole tiles, and these documents have few
             assert ((found > 0) == (pairs > 0)).all()
         assert ((found > 0).any(axis=1) == (pairs > 0).any(axis=1)).all()
         assert sum(launched) == 2 * pairs.sum()  # once to warm up, once timed

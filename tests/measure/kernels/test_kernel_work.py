@@ -1,5 +1,5 @@
-"""Proves the kernel benchmark's workloads: the slices we run
-and the mask_mod FlexAttention runs hold the same pairs.
+"""Tests of the workloads of the kernel benchmark: the slices that flexcp runs and the mask_mod that FlexAttention runs
+have the same query-key pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOKENS, DOCUMENT_TOKENS = 4500, 900
 
 @pytest.mark.parametrize("name", NAMES + TREES)
 def test_slices_and_mask_mod_agree(name: str) -> None:
-    tokens = DOCUMENT_TOKENS if name.startswith("docs") else TOKENS  # windows of 4,096 need more
+    tokens = DOCUMENT_TOKENS if name.startswith("docs") else TOKENS  # windows of 4,096 tokens need longer documents
     work = workload(name, tokens)
     mine = dense_mask(work.slices(), tokens, tokens)
     mod = mask_mod(work, torch.device("cpu"))
