@@ -1,12 +1,14 @@
-"""Our kernels and FlexAttention on four trees, forward and backward, on one GPU (meant for an H200).
+"""Our kernels and FlexAttention on trees, forward and backward, on one GPU (meant for an H200).
 
     python benchmarks/tree_kernels.py                    # 32 / 8 heads of 128, bf16, 65,536 tokens
     python benchmarks/tree_kernels.py --tokens 16384 --kernels triton,hopper,cute
 
-It needs a CUDA GPU and the kernels' packages. The trees are a prompt with 16 and with 64 rollouts, a pair of answers,
-and an agent's run that branches at its turns (``TREES`` of ``flexcp/measure/kernels/work.py``). FlexAttention gets each
-tree as a ``mask_mod`` with one lookup, in its own kernels and, if installed, in those of FlashAttention-4; we compare
-with the faster of the two, pass by pass. Our results are checked against float64 on randomly drawn rows and keys.
+It needs a CUDA GPU and the kernels' packages. The batches are of many trees, as post-training makes them
+(``TREE_BATCHES`` of ``flexcp/measure/kernels/work.py``): prompts of some 512 tokens with 16 or 64 rollouts or with
+pairs of answers, and agents' runs that branch at their turns. ``--work single`` times the same kinds as one tree of all
+tokens (``TREES``). FlexAttention gets each tree as a ``mask_mod`` with one lookup, in its own kernels and, if
+installed, in those of FlashAttention-4; we compare with the faster of the two, pass by pass. Our results are checked
+against float64 on randomly drawn rows and keys.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import torch
 
 from flexcp.measure.kernels.bench import Heads, Result, bench, matrix_rate, table
-from flexcp.measure.kernels.work import TREES
+from flexcp.measure.kernels.work import TREE_BATCHES, TREES
 
 FLEX = ("flex", "flexfa4")
 OURS = ("triton", "hopper", "cute")
@@ -28,11 +30,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--kernels", default=",".join(OURS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--work", choices=("batches", "single"), default="batches")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/tree_kernels.py times kernels on a CUDA GPU, and there is none here")
     kernels = options.kernels.split(",")
-    results = bench(list(TREES), options.tokens, Heads(32, 8, 128), [*kernels, *FLEX], options.rounds)
+    names = TREE_BATCHES if options.work == "batches" else TREES
+    results = bench(list(names), options.tokens, Heads(32, 8, 128), [*kernels, *FLEX], options.rounds)
     print(table(results, matrix_rate()))
     print("\n".join(beside_flex(results, kernels)))
 

@@ -27,15 +27,16 @@ LARGE = TreeSizes(depth=16, fan_out=20, segment=300, segments=14, documents=3)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first batch, to share them over runs")
     parser.add_argument("--small", action="store_true", help="segments of a few tokens")
     parser.add_argument("--sample", type=int, help="so many of the batches, small ones")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
     options = parser.parse_args()
     sizes = TreeSizes() if options.small or options.sample else LARGE
-    seeds = range(options.batches)
+    seeds = range(options.first, options.first + options.batches)
     if options.sample:
-        seeds = range(0, options.batches, max(1, options.batches // options.sample))
+        seeds = seeds[:: max(1, options.batches // options.sample)]
     names = options.strategies.split(",")
     counts = [int(n) for n in options.ranks.split(",")]
     worst: dict[str, float] = {}

@@ -107,6 +107,32 @@ def test_lists_cover_every_pair_once(
         assert made.longest == segment_list(made, block).tiles[0, 3]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 18)), min_size=1, max_size=8),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+def test_branches_of_trees_are_covered_once(segments: list[tuple[int, int]], height: int, block: int) -> None:
+    parents, path = [], list[int]()
+    for number, (up, _) in enumerate(segments):
+        path = path[: max(0, len(path) - up)]
+        parents.append(path[-1] if path else -1)
+        path.append(number)
+    slices = masks.tree(parents, [n for _, n in segments]).slices(sum(n for _, n in segments))
+    for table, want in ((slices, dense(slices)), (transposed(slices), dense(slices).T)):
+        made = tile_list(table, height, block)
+        assert np.array_equal(replay(made, block, want.shape), want)
+
+
+def test_a_branch_that_continues_another_is_walked_with_it() -> None:
+    # Keys 0 to 29 are one chain of three segments. Rows 30 to 39 branch off the first, so they do not see 10 to 29.
+    slices = masks.tree([-1, 0, 1, 0], [10, 10, 10, 10]).slices(40)
+    made = tile_list(slices, 10, 8)
+    keys = {int(tile[0]): made.entries[tile[2] : tile[3], [0, 3]].tolist() for tile in made.tiles}
+    assert keys == {0: [[0, 10]], 10: [[0, 20]], 20: [[0, 30]], 30: [[0, 10], [30, 40]]}
+
+
 @settings(max_examples=30, deadline=None)
 @given(documents, st.integers(2, 20), st.integers(1, 20))
 def test_short_tiles_can_be_all_edge(parts: list[tuple[int, masks.Mask, int]], height: int, block: int) -> None:

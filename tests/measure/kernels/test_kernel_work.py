@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from flexcp.executor.kernels.reference import dense_mask
-from flexcp.measure.kernels.work import NAMES, TREES, mask_mod, workload
+from flexcp.measure.kernels.work import NAMES, TREE_BATCHES, TREES, mask_mod, workload
 
 TOKENS, DOCUMENT_TOKENS = 4500, 900
 
 
-@pytest.mark.parametrize("name", NAMES + TREES)
+@pytest.mark.parametrize("name", NAMES + TREES + TREE_BATCHES)
 def test_slices_and_mask_mod_agree(name: str) -> None:
     tokens = DOCUMENT_TOKENS if name.startswith("docs") else TOKENS  # windows of 4,096 tokens need longer documents
     work = workload(name, tokens)

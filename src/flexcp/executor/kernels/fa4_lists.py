@@ -19,9 +19,11 @@ from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 Ints = NDArray[np.int64]
 BLOCK = 128
 OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
-ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
-DOCUMENTS_PRICES = ((0.91, 3.95, 0.0), (1.0, 7.4, 2700.0))
-"""Prices of the CuTe kernel, and of FlashAttention-4 on one document and on several documents.
+FULL_PRICES = ((0.945, 3.0, 0.0), (0.905, 7.1, 2700.0))
+CAUSAL_PRICES = ((1.02, 1.5, 0.0), (0.905, 7.1, 2700.0))
+WINDOW_PRICES = ((1.03, 3.0, 0.0), (0.905, 7.1, 2700.0))
+DOCUMENTS_PRICES = ((0.935, 3.85, 0.0), (1.0, 7.4, 2700.0))
+"""Prices of the CuTe kernel, and of FlashAttention-4 on one full, causal or windowed document and on several documents.
 
 Each is (forward, backward), and each direction has the price of a block (128 queries x 128 keys of one head), the extra
 price of a tile of 128 queries, and the price of a call, in blocks of the CuTe kernel. They were set by hand to match
@@ -92,9 +94,16 @@ def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
     ``pairs`` is the number of (query, key) pairs that attend, for one head; ``heads`` is the number of query heads.
     """
     counts = np.array([pairs / BLOCK**2 * heads, (-(-np.diff(form.rows_at) // BLOCK)).sum() * heads, 1.0])
-    theirs = ONE_DOCUMENT_PRICES if len(form.rows_at) == 2 else DOCUMENTS_PRICES
+    theirs = DOCUMENTS_PRICES if len(form.rows_at) > 2 else _document_prices(form)
     forward, backward = (
         bool(host < counts @ np.array(a) < counts @ np.array(b))
         for host, a, b in zip(HOST_BLOCKS, theirs, OWN_PRICES, strict=True)
     )
     return forward, backward
+
+
+def _document_prices(form: Form) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Return FlashAttention-4's prices for one document under its mask."""
+    if form.left is None:
+        return FULL_PRICES if form.right is None else CAUSAL_PRICES
+    return WINDOW_PRICES

@@ -2,8 +2,8 @@
 
 A *tile* is a range of rows that one GPU program computes, with all keys that these rows see. No row is in two tiles of
 a list, so one program owns the results of a row (unless long tiles are split: :func:`split`, :func:`segment_list`). The
-keys of a tile are given by *entries*, one for each slice that overlaps the tile. A program walks each entry from its
-first key in blocks of ``block`` keys:
+keys of a tile are given by *entries*, one for each slice that overlaps the tile; slices with adjacent keys share one
+where their rows and bands allow it. A program walks each entry from its first key in blocks of ``block`` keys:
 
     k0 ........ full0 ........ full1 ........ k1        rows q0..q1 of the tile see key k when lo <= k - q <= hi
       edge blocks   clear blocks   edge blocks
@@ -13,7 +13,9 @@ entry's rows, or by its last key. Tiles are sorted longest first, so that a laun
 
 Rows are cut where a slice begins or ends. Adjacent ranges that together fit into a tile are joined, because a
 half-empty tile costs as much as a full one. If the rows of a longer range are no multiple of the tile height, the odd
-rows form a tile at that end of the range whose rows see fewer keys.
+rows form a tile at that end of the range whose rows see fewer keys. Where slices are short, as in trees, many tiles
+would be half empty: then rows are cut into full tiles instead, if fewer tiles save more than additional edge blocks
+cost.
 
 For dk and dv the roles are exchanged, and tiles are ranges of keys: the same functions are called with
 :func:`transposed` slices.
@@ -34,6 +36,8 @@ Ints = NDArray[np.int64]
 
 TILE_COLUMNS = 4  # first row, last row + 1, first entry, last entry + 1
 ENTRY_COLUMNS = 8  # k0, full0, full1, k1, lo, hi, q0, q1
+TILE_PRICE, EDGE_PRICE = 3.0, 0.4
+"""About what a tile costs besides its blocks, and an edge block more than a clear one, in clear blocks on an H200."""
 NO_BORDERS: Ints = np.zeros(0, np.int64)
 
 
@@ -70,10 +74,18 @@ def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, bor
     if len(slices) and int(slices[:, [Q1, K1]].max()) >= 1 << 31:
         raise ValueError(f"a work list counts rows in int32; got row {int(slices[:, [Q1, K1]].max())}")
     start, stop = _tiles(slices, height, borders)
+    made = _cut(slices, start, stop, height, block, odd_clear)
+    start, stop = _full_tiles(slices, height, borders)
+    if len(start) < len(made.tiles):
+        made = min(made, _cut(slices, start, stop, height, block, odd_clear), key=_price)
+    return made
+
+
+def _cut(slices: Ints, start: Ints, stop: Ints, height: int, block: int, odd_clear: bool) -> TileList:
+    """Return the list of the tiles ``start <= row < stop``; the other arguments are those of :func:`tile_list`."""
     which, tile = overlaps(slices[:, Q0], slices[:, Q1], start, stop)
-    order = np.lexsort((slices[which, K0], tile))
-    which, tile = which[order], tile[order]
-    entries = _entries(slices[which], start[tile], stop[tile], block, 0 if odd_clear else height)
+    parts, tile = _joined_keys(_clipped(slices[which], start[tile], stop[tile]), tile)
+    entries = _entries(parts, start[tile], stop[tile], block, 0 if odd_clear else height)
     clear = (entries[:, 2] - entries[:, 1]) // block
     edge = (entries[:, 1] - entries[:, 0]) // block - (entries[:, 2] - entries[:, 3]) // block
     at = offsets(np.bincount(tile, minlength=len(start)).astype(np.int64))
@@ -82,6 +94,11 @@ def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, bor
     tiles = np.stack([start, stop, at[:-1], at[1:]], axis=1)[longest]
     counts = (int((stop - start).sum()), int(clear.sum()), int(edge.sum()), int(blocks.max(initial=0)))
     return TileList(tiles.astype(np.int32), entries.astype(np.int32), *counts)
+
+
+def _price(made: TileList) -> float:
+    """Return about how long a kernel takes for a list, in clear blocks."""
+    return made.blocks + EDGE_PRICE * made.edge_blocks + TILE_PRICE * len(made.tiles)
 
 
 def useful(slices: Ints, made: TileList, pairs_per_block: int) -> float:
@@ -101,13 +118,8 @@ def transposed(slices: Ints) -> Ints:
 
 
 def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
-    """Return the first row of each tile, and the last row + 1 of each, ascending."""
-    at = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], borders]))
-    # Slices that begin at each cut minus those that end there: the running sum counts slices over the rows up to the
-    # next cut.
-    change = np.bincount(np.searchsorted(at, slices[:, Q0]), minlength=len(at))
-    change -= np.bincount(np.searchsorted(at, slices[:, Q1]), minlength=len(at))
-    seen = np.cumsum(change)[:-1] > 0
+    """Return the first row of each tile, and the last row + 1 of each, ascending; tiles begin with a slice."""
+    at, seen = _ranges(slices, borders)
     start, stop = _joined(at[:-1][seen], at[1:][seen], height, set(borders.tolist()))
     # The odd rows of a range are a tile at the end whose row sees fewer keys.
     odd_first = (_keys_of(slices, start) < _keys_of(slices, stop - 1)) & ((stop - start) % height > 0)
@@ -115,6 +127,31 @@ def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
     run, number = spread(counts)
     first = np.where(odd_first, stop - counts * height, start)[run] + number * height
     return np.maximum(first, start[run]), np.minimum(first + height, stop[run])
+
+
+def _ranges(slices: Ints, borders: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return where slices begin or end and where borders are, ascending, and whether a slice has the rows up to the
+    next such place.
+    """
+    at = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], borders]))
+    # Slices that begin at each place minus those that end there: the running sum counts slices over the rows up to the
+    # next place.
+    change = np.bincount(np.searchsorted(at, slices[:, Q0]), minlength=len(at))
+    change -= np.bincount(np.searchsorted(at, slices[:, Q1]), minlength=len(at))
+    return at, np.cumsum(change)[:-1] > 0
+
+
+def _full_tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
+    """Return tiles of ``height`` rows wherever there are so many, whatever slices begin or end inside them."""
+    at, seen = _ranges(slices, borders)
+    start, stop = at[:-1][seen], at[1:][seen]
+    if not len(start):
+        return start, stop
+    begins = np.concatenate([[True], (start[1:] != stop[:-1]) | np.isin(start[1:], borders)])
+    start, stop = start[begins], stop[np.append(begins[1:], True)]
+    run, number = spread(-(-(stop - start) // height))
+    first = start[run] + number * height
+    return first, np.minimum(first + height, stop[run])
 
 
 def _joined(start: Ints, stop: Ints, height: int, borders: set[int]) -> tuple[Ints, Ints]:
@@ -137,14 +174,46 @@ def _keys_of(slices: Ints, rows: Ints) -> Ints:
     return np.bincount(row, weights=keys, minlength=len(rows)).astype(np.int64)
 
 
-def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
-    """Return the part of each slice in the rows of its tile (``start <= row < stop``) as ``ENTRY_COLUMNS``.
-
-    Only tiles of at least ``least`` rows have clear blocks.
-    """
+def _clipped(slices: Ints, start: Ints, stop: Ints) -> Ints:
+    """Return the part of each slice in the rows of its tile (``start <= row < stop``), with the slice's band."""
     q0, q1 = np.maximum(slices[:, Q0], start), np.minimum(slices[:, Q1], stop)
     lo, hi = slices[:, LO], slices[:, HI]
     k0, k1 = np.maximum(slices[:, K0], q0 + lo), np.minimum(slices[:, K1], q1 + hi)
+    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)
+
+
+def _joined_keys(parts: Ints, tile: Ints) -> tuple[Ints, Ints]:
+    """Join parts of a tile that have the same rows and adjacent keys, where one band describes both.
+
+    Blocks of keys begin anew with every entry, so that a branch of a tree and the branch that it continues, whose keys
+    follow each other, would otherwise be walked in more blocks than their keys fill. Returns the parts with their
+    tiles, sorted by tile and first key.
+    """
+    if not len(parts):
+        return parts, tile
+    order = np.lexsort((parts[:, K0], tile))
+    parts, tile = parts[order], tile[order]
+    before, after = parts[:-1], parts[1:]
+    together = (tile[1:] == tile[:-1]) & (before[:, K1] == after[:, K0])
+    together &= (before[:, Q0] == after[:, Q0]) & (before[:, Q1] == after[:, Q1])
+    # The joined part has the lower limit of the first part and the upper limit of the last. So the upper limit of the
+    # first and the lower limit of the second must hide nothing, and their other limits nothing of each other's keys.
+    first_row, last_row, border = after[:, Q0], after[:, Q1] - 1, after[:, K0]
+    together &= (first_row + before[:, HI] >= border - 1) & (last_row + after[:, LO] <= border)
+    together &= (first_row + after[:, HI] >= border - 1) & (last_row + before[:, LO] <= border)
+    begins = np.flatnonzero(np.concatenate([[True], ~together]))
+    ends = np.append(begins[1:], len(parts)) - 1
+    joined = parts[begins]
+    joined[:, [K1, HI]] = parts[ends][:, [K1, HI]]
+    return joined, tile[begins]
+
+
+def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
+    """Return slices that lie in the rows of their tiles (``start <= row < stop``) as ``ENTRY_COLUMNS``.
+
+    Only tiles of at least ``least`` rows have clear blocks.
+    """
+    q0, q1, k0, k1, lo, hi = slices.T
     # All rows see the keys from the lower limit of the last row to the upper limit of the first row.
     full0 = k0 - (k0 - np.maximum(k0, q1 - 1 + lo)) // block * block
     full1 = k0 + (np.minimum(k1, q0 + hi + 1) - k0) // block * block

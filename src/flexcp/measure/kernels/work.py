@@ -27,6 +27,15 @@ TREES = ("tree-rollouts16", "tree-rollouts64", "tree-pair", "tree-agent")
 
 The prompt has a quarter of the tokens with 16 rollouts, and a half otherwise.
 """
+TREE_BATCHES = ("trees-rollouts16", "trees-rollouts64", "trees-pairs", "trees-agents")
+"""Batches of many trees with segments of random lengths (see :data:`SEGMENTS`), as post-training makes them."""
+SEGMENTS = {"trees-rollouts16": (16, 512, 512), "trees-rollouts64": (64, 512, 256), "trees-pairs": (2, 512, 256)}
+"""For batches of rollouts: rollouts of a prompt, and the mean tokens of a prompt and of a rollout.
+
+Lengths are drawn from log-normal distributions whose logarithms have a standard deviation of 0.5.
+"""
+TURNS, TURN, RUN = 6, 128, 12
+"""For agents' runs: the depth of a tree, the mean tokens of a turn, and the segments of a tree."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,10 @@ class Workload:
 
 
 def workload(name: str, tokens: int, seed: int = 0) -> Workload:
-    """Return the workload of a name (``NAMES``, ``TREES``); ``docsN`` is N causal documents cut at random places.
+    """Return the workload of a name: one of ``NAMES``, ``TREES`` and ``TREE_BATCHES``, or ``docsN``.
 
-    Raise ValueError for another name, or for more documents than tokens.
+    ``docsN`` is N causal documents cut at random places. Raise ValueError for another name, or for more documents than
+    tokens.
     """
     named = {
         "causal": masks.causal(),
@@ -69,9 +79,12 @@ def workload(name: str, tokens: int, seed: int = 0) -> Workload:
         return Workload(name, (tokens,), named[name])
     if name in TREES:
         return Workload(name, (tokens,), _tree(name, tokens, seed))
+    if name in TREE_BATCHES:
+        return Workload(name, (tokens,), _trees(name, tokens, seed))
     if not name.startswith("docs") or not name[4:].isdigit() or not 1 <= int(name[4:]) <= tokens:
         raise ValueError(
-            f"unknown workload {name!r}; known are {', '.join(NAMES + TREES)}, and docsN for any number of documents N"
+            f"unknown workload {name!r}; known are {', '.join(NAMES + TREES + TREE_BATCHES)}, and docsN for any number "
+            "of documents N"
         )
     cuts = np.random.default_rng(seed).choice(np.arange(1, tokens), int(name[4:]) - 1, replace=False)
     lengths = np.diff(np.concatenate([[0], np.sort(cuts), [tokens]]))
@@ -96,6 +109,34 @@ def _tree(name: str, tokens: int, seed: int) -> Mask:
     return masks.tree([-1] + [0] * answers, [prompt, *np.diff(cuts).tolist()])
 
 
+def _trees(name: str, tokens: int, seed: int) -> Mask:
+    """Return the mask of many trees, one after the other; the last one ends where ``tokens`` tokens are reached."""
+    rng = np.random.default_rng(seed)
+    parents: list[int] = []
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        root = len(parents)
+        shape, means = _segments(name, rng)
+        parents += [-1 if parent < 0 else root + parent for parent in shape]
+        lengths += [max(1, round(mean * float(rng.lognormal(-0.125, 0.5)))) for mean in means]
+    ends = np.minimum(np.cumsum(lengths), tokens)
+    return masks.tree(parents, np.diff(ends, prepend=0).tolist())
+
+
+def _segments(name: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Return the parent of each segment of a new tree, -1 for its root, and the segments' mean tokens."""
+    if name != "trees-agents":
+        rollouts, prompt, rollout = SEGMENTS[name]
+        return [-1] + [0] * rollouts, [prompt] + [rollout] * rollouts
+    parents, path = [-1], [0]
+    for segment in range(1, RUN):
+        # Half of the turns go on where the last one ended, and half branch off at an earlier one.
+        path = path[: int(rng.integers(1, len(path) + 1))] if rng.random() < 0.5 else path[: TURNS - 1]
+        parents.append(path[-1])
+        path.append(segment)
+    return parents, [4 * TURN] + [TURN] * (RUN - 1)
+
+
 def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
     """Return the workload's mask for FlexAttention; None means that every pair attends."""
     n = work.tokens
@@ -115,7 +156,7 @@ def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
         part = (torch.arange(n) - question).div((n - question) // ANSWERS, rounding_mode="floor")
         ids = part.clamp(-1, ANSWERS - 1).to(device)
         return lambda b, h, q, k: (q >= k) & ((ids[k] < 0) | (ids[q] == ids[k]))
-    if work.name in TREES:  # a key is seen by all rows from its own to the end of its segment's subtree
+    if work.name in TREES + TREE_BATCHES:  # a key is seen by all rows from its own to the end of its segment's subtree
         tree = tree_of_mask(work.mask)
         ends = np.append(tree.starts, tree.tokens)[tree.after]
         until = torch.from_numpy(np.repeat(ends, tree.lengths)).to(device)

@@ -11,7 +11,8 @@ that the softmax of one runs beside the products of the other.
 
 Blocks come in segments (:mod:`flexcp.executor.kernels.tiles`) with and without a mask. Each kind has a loop of its own,
 because with a branch between the products and the wait for them the compiler would wait at the branch. Keys past the
-end of a slice may hold anything: their logits are masked, and their values are zeroed in the buffer.
+end of a slice may hold anything: their logits are masked, and their values are zeroed in the buffer, except in launches
+with ``fresh``, which read the caller's own tensors.
 
 If results are added to, the existing ones are read at the end of a tile, into the registers of its last logits, and
 merged by their LSEs (:mod:`flexcp.executor.kernels.cute.merging`). A tile may be a part of a larger one; it then waits
@@ -71,6 +72,8 @@ from flexcp.executor.kernels.cute.parts import (
 
 TILES = 2  # tiles whose queries are in shared memory: the current one and the next
 TURN, OWN = 2, 4  # first named barriers, one for each warp group: its turn to start products, and its own threads
+LAZY = 8.0
+"""By how much the largest logit of a row (in base 2) may grow before older results are rescaled to it."""
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -373,8 +376,7 @@ class Forward:
                 limits = segment_limits(segments, segment)
                 self.mask(s, limits, key + column0, row0, m)
                 self.clean(sV, v_full, stage, phase, limits[2] - key, thread, wg)
-            decay = self.softmax(s, top, total, factors)
-            self.rescale(acc, decay)
+            self.softmax(s, top, total, factors)
             round_to(as_operand(s), rP)
 
             key += N
@@ -475,15 +477,17 @@ class Forward:
         warpgroup.wait_group(0)
         arrive(v_free + (stage - 1 if stage > 0 else self.stages - 1))
         round_to(as_operand(s), rP)
-        self.rescale(acc, decay)
+        if cute.arch.vote_any_sync(cutlass.min(decay[0], decay[1]) != 1.0):
+            self.rescale(acc, decay)
 
     @cute.jit
     def clean(self, sV, v_full, stage, phase, valid, thread, wg):
         """Zero a block's values past the end of its slice, if the block reaches past it.
 
-        Both warp groups do this; they write the same zeros.
+        Both warp groups do this; they write the same zeros. With ``fresh`` nothing is zeroed: the values past the end
+        are then rows of the caller's tensor, or zeros past its end, where other lists read buffers that may hold NaN.
         """
-        if valid < self.N:
+        if const_expr(not self.fresh) and valid < self.N:
             cute.arch.mbarrier_wait(v_full + stage, phase)
             zero_from(sV[None, None, stage], valid, thread)
             cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
@@ -513,9 +517,11 @@ class Forward:
 
     @cute.jit
     def softmax(self, s, top, total, factors):
-        """Turn logits into probabilities relative to the running maximum, in place; return the factor of older results.
+        """Turn logits into probabilities relative to a running maximum, in place; return the factor of older results.
 
-        Maximum and exponents are in base 2. Each thread keeps its own part of the sum until the end of the tile.
+        Maximum and exponents are in base 2. The running maximum is only replaced by one that is larger by more than
+        ``LAZY``, so that older results seldom have to be rescaled; probabilities are at most ``2 ** LAZY`` then. Each
+        thread keeps its own part of the sum until the end of the tile.
         """
         scale_log2, inner = factors
         rows = by_rows(s)
@@ -532,6 +538,7 @@ class Forward:
             most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1))
             most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=2))
             new = cute.arch.fmax(top[r], most * scale_log2)
+            new = top[r] if new - top[r] <= LAZY else new
             base = Float32(0.0) if new == -Float32.inf else new
             p = cute.math.exp2(rows[r, None].load() * scale_log2 - base, fastmath=True)
             decay[r] = cute.math.exp2(top[r] - base, fastmath=True)

@@ -41,7 +41,7 @@ from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
 from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part, query_tiles
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
-from flexcp.executor.kernels.tiles import segment_list
+from flexcp.executor.kernels.tiles import SegmentList, segment_list
 from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, base_of, check, multiprocessors, pack_statistics
 from flexcp.masks import Q0, Q1
 
@@ -51,6 +51,8 @@ HEAD_SIZE = 128
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
 LONGEST_PART = 1024
 """The most blocks of a part of a tile of keys, if programs add to dq in step (:attr:`CuteWork.in_step`)."""
+PARTS_IN_STEP = (6, 9, 12)
+"""About how many parts of tiles a multiprocessor gets if programs add to dq in step: whichever balances best."""
 PARTS, SHORTEST_PART = 2, 64
 """For tiles of keys that are levelled afterwards: about how many parts a multiprocessor gets, and the fewest blocks.
 
@@ -87,13 +89,37 @@ class CuteWork(HopperWork):
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
+    def split_tiles(self, programs: int) -> Segments:
+        """Return tiles of keys with blocks of packed query rows, long ones split, for at most ``programs`` programs.
+
+        If programs add to dq in step, the number of parts is the one that leaves the busiest program the least work.
+        """
+        if programs not in self._split_tiles:
+            units, block = multiprocessors(self.device), QUERIES // self.pack
+            limits = [longest_part(self._key_tiles, self.kv_heads, self.share, units)]
+            if self.in_step:
+                limits = [
+                    min(longest_part(self._key_tiles, self.kv_heads, self.share, units, parts), LONGEST_PART)
+                    for parts in PARTS_IN_STEP
+                ]
+            busiest = [
+                self._busiest(segment_list(self._key_tiles, block, longest, descending=True), programs)
+                for longest in limits
+            ]
+            longest = limits[int(np.argmin(busiest))]
+            self._split_tiles[programs] = Segments.of(self._key_tiles, block, self.device, longest, descending=True)
+        return self._split_tiles[programs]
+
     @cached_property
-    def descending_segments(self) -> Segments:
-        """Tiles of keys with blocks of packed query rows; long tiles are split."""
-        longest = longest_part(self._key_tiles, self.kv_heads, self.share, multiprocessors(self.device))
-        if self.in_step:
-            longest = min(longest, LONGEST_PART)
-        return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest, descending=True)
+    def _split_tiles(self) -> dict[int, Segments]:
+        return {}
+
+    def _busiest(self, made: SegmentList, programs: int) -> int:
+        """Return the work of the busiest of ``programs`` programs in a backward over these tiles, in blocks."""
+        blocks = made.tiles[:, 3].astype(np.int64)
+        return longest_program(
+            dealt(self._backward_order(made), blocks, self.kv_heads, programs), blocks, self.kv_heads
+        )
 
     @cached_property
     def whole_segments(self) -> Segments:
@@ -107,13 +133,8 @@ class CuteWork(HopperWork):
         the busiest program more than that costs, or a long tile would keep programs from adding to dq in step.
         """
         if programs not in self._own:
-            made, parts = self.whole_segments, self.descending_segments
-            busiest, busiest_of_parts = (
-                longest_program(
-                    dealt(self._backward_order(x), x.blocks, self.kv_heads, programs), x.blocks, self.kv_heads
-                )
-                for x in (made, parts)
-            )
+            made, parts = self.whole_segments, self.split_tiles(programs)
+            busiest, busiest_of_parts = (self._busiest(x.made, programs) for x in (made, parts))
             whole = busiest <= busiest_of_parts + ADDED_KEY_PRICE * self._key_tiles.rows * self.kv_heads
             whole = whole and not (self.in_step and made.blocks.max(initial=0) > LONGEST_PART)
             self._own[programs] = (made, True) if whole else (parts, False)
@@ -150,9 +171,9 @@ class CuteWork(HopperWork):
         time, unless programs add to dq in step.
         """
         if programs not in self._backward_tables:
-            used = min(programs, self.descending_segments.count * self.kv_heads)
             if self.in_step:
-                made = self.descending_segments
+                made = self.split_tiles(programs)
+                used = min(programs, made.count * self.kv_heads)
                 tables = [made.tiles, made.segments, self.items(made, used)]
             else:
                 used, tables = self._levelled_backward(programs)
@@ -185,7 +206,7 @@ class CuteWork(HopperWork):
         """
         key = (id(made), programs)
         if key not in self._items:
-            table = dealt(self._backward_order(made), made.blocks, self.kv_heads, programs)
+            table = dealt(self._backward_order(made.made), made.blocks, self.kv_heads, programs)
             self._items[key] = uploaded(table.reshape(-1), self.device)
         return self._items[key]
 
@@ -221,13 +242,13 @@ class CuteWork(HopperWork):
     def _forward_tables(self) -> dict[tuple[int, bool], tuple[int, list[Tensor]]]:
         return {}
 
-    def _backward_order(self, made: Segments) -> Ints:
+    def _backward_order(self, made: SegmentList) -> Ints:
         """Return the items of a backward in the order in which they are dealt."""
         if not self.in_step:
-            return in_turns(made.count, self.kv_heads, 1)
-        tiles, segments = made.made.tiles, made.made.segments
-        begin = segments[tiles[:, 2], 0] + segments[tiles[:, 2], 1] * (QUERIES // self.pack)
-        return group_by_group(np.lexsort((tiles[:, 0], -begin)), self.kv_heads)
+            return in_turns(len(made.tiles), self.kv_heads, 1)
+        first = made.segments[made.tiles[:, 2]]
+        begin = first[:, 0] + first[:, 1] * (QUERIES // self.pack)
+        return group_by_group(np.lexsort((made.tiles[:, 0], -begin)), self.kv_heads)
 
 
 def prepare(
