@@ -5,13 +5,17 @@ messages, and "whole" gives the same results for all plans.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import flexcp
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
+from lib import step_time
 from lib.step_time import StepPart, Timed, difference, slowest_ms, time_steps
 
 LENGTHS = [200, 31, 90]
@@ -40,6 +44,17 @@ def test_all_plans_give_the_same_results_and_send_their_bytes(pool: RankPool) ->
     assert difference(*found) < 1e-12 and np.abs(found[0]["dk"]).max() > 0.1
 
 
+def on_messages_of_compute(group: dist.ProcessGroup, plan: Plan) -> float:
+    """Time "compute"; return what a sum over both ranks' own numbers, 1 and 2, is in the group that it used."""
+    made: list[dist.ProcessGroup] = []
+    silent = step_time._silent
+    with patch.object(step_time, "_silent", lambda ranks: made.append(silent(ranks)) or made[0]):
+        time_steps(group, plan, "compute", 1)
+    found = torch.tensor(dist.get_rank(group) + 1.0)
+    dist.all_reduce(found, group=made[0])
+    return found.item()
+
+
 def test_communication_computes_nothing_and_compute_receives_nothing(pool: RankPool) -> None:
     plan = plan_of("allgather")
     moved = timed(pool, plan, "communication", None, True)[0].results
@@ -48,6 +63,7 @@ def test_communication_computes_nothing_and_compute_receives_nothing(pool: RankP
     assert not moved["out"].any() and not moved["dq"].any()
     alone = timed(pool, plan, "compute")
     assert sum(rank.sent_bytes for rank in alone) == 2 * (plan.bytes().sum() + plan.bytes(backward=True).sum())
+    assert pool.run(on_messages_of_compute, plan, ranks=2) == [1.0, 2.0]
     # The functions that a part patches are restored afterwards.
     again = timed(pool, plan, "whole", None, True)[0].results
     assert again is not None and difference(again, whole) == 0

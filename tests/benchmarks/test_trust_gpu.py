@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flexcp
+import telemetry
 import trust_gpu
 from flexcp.measure.ranks import RankPool
 from lib import trust_memory, trust_nccl, trust_numbers, trust_page, trust_telemetry
@@ -67,9 +68,15 @@ def test_memory_of_ranks_and_batches_under_a_cap(pool: RankPool) -> None:
     assert row["ok"] and 0.9 * row["cap"] < row["largest predicted"] <= 0.95 * row["cap"]
 
 
-def test_telemetry_is_timed_in_turns() -> None:
+def test_telemetry_is_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a layer of each kind to warm up, layers with and without telemetry alternate in who is first."""
+    watched, layer = list[bool](), telemetry.layer
+    monkeypatch.setattr(
+        telemetry, "layer", lambda step, inputs: watched.append(step.telemetry is not None) or layer(step, inputs)
+    )
     row = trust_telemetry._timed(setting(), 1, "40,9", 2)
     assert row["layers"] == 2 and row["ms with"] > 0 and row["us of stamps"] > 0
+    assert watched == [False, True, True, False, False, True]
 
 
 def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,6 @@ from flexcp.cli.main import app, run
 
 LENGTHS = {"lengths": "40,7"}
 """Valid values, by parameter name, without which a command would fail before it reaches the mistake under test."""
-FILES = ("show",)
-"""Commands whose argument is a file of another kind than lengths."""
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -59,6 +57,7 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
             yield f"{name}: text for numbers", [*rest, "hello"], ["hello"]
             yield f"{name}: a file's name without its sign", [*rest, "lenghts.txt"], ["file lenghts.txt does not exist"]
             yield f"{name}: a distribution alone", [*rest, "web"], ["web:131072:0"]
+            yield f"{name}: typo of a distribution", [*rest, "wbe:1000:0"], ["did you mean 'web'?"]
             if "batch" in given:
                 yield f"{name}: a batch of a list", [*rest, "40,7", "--batch", "1"], ["--batch 1 is for a file"]
                 yield (
@@ -69,7 +68,6 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
         if "max_tokens_per_rank" in options:
             words = [*path, *valid(command), "--max-tokens-per-rank", "32q"]
             yield f"{name}: a cap of words", words, ["--max-tokens-per-rank", "32768 or 32k"]
-            yield f"{name}: typo of a distribution", [*rest, "wbe:1000:0"], ["did you mean 'web'?"]
         if "file" in given:
             yield f"{name}: missing file", [*path, "nowhere.plan"], ["nowhere.plan"]
             yield f"{name}: empty file", [*path, "empty"], []

@@ -190,8 +190,9 @@ def test_shared_plans_are_planned_once_and_leave_no_keys(ranks: int, workers: in
     planned = [r["stats"]["planned_here"] + r["stats"]["planned_ahead"] for r in found]
     assert sum(planned) == steps and max(planned) - min(planned) <= 2
     assert all(r["stats"]["steps"] == steps for r in found)
-    # Only counters of binds and runs stay: a few keys for each rank, however many steps there were.
-    assert max(r["keys"] for r in found) <= 2 * ranks + 2
+    # Only a rank's counters of binds and runs stay, its host, and one key that the nodes fit the hosts; fewer are new
+    # if these ranks have bound before.
+    assert max(r["keys"] for r in found) <= 3 * ranks + 1 < steps
 
 
 def kind_of_plans(group: Any) -> str:

@@ -1,5 +1,5 @@
 """Proves that every page of results says whether it was measured or simulated, when, and by which command,
-and tells no stories.
+and is listed in the index of results and in the navigation.
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def test_pads_of_other_streams_are_zero(pool: RankPool) -> None:
 
 def test_a_count_of_pads_names_them(pool: RankPool) -> None:
     """When no label is ignored, the labels do not show which value marks ignored ones."""
-    for pads, said in pool.run(on_own_loss, planned(tokens="equal", pad_to=16), ACROSS, -100, ranks=2):
+    found = pool.run(on_own_loss, planned(tokens="equal", pad_to=16), ACROSS, -100, ranks=2)
+    assert sum(pads for pads, _ in found) == 64 - TOKENS
+    for pads, said in found:
         if pads:
             assert str(said).startswith(f"count=32 is more than the {32 - pads} rows that count on this rank")
             assert f"the {pads} pads" in str(said)

@@ -1,8 +1,7 @@
-"""Proves what hybrid models need: rows in stream order for layers that read in order, and back, differentiably,
-under any plan.
+"""Proves what hybrid models need: rows in stream order for layers that read in order, and back, differentiably.
 
-A layer that sums over a document's past stands for every recurrent one; the model around it is flexcp's own small GPT's
-attention.
+A running sum over the stream stands for every recurrent layer. Rows move between the plan's layout and the contiguous
+one, the zigzag one, and one that a user lists; plans place tokens freely, in a fixed layout, or with pads.
 """
 
 from __future__ import annotations

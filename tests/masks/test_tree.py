@@ -5,6 +5,7 @@ for wrong input.
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from importlib import import_module
 
 import numpy as np
@@ -250,10 +251,17 @@ def test_wrong_sequences_are_one_clear_line(sequences: list, words: str) -> None
 
 
 def test_many_segments_take_no_quadratic_memory() -> None:
-    """10,000 segments have at most as many slices."""
+    """10,000 segments have at most as many slices, and need less than one bit for each pair of segments."""
     rng = np.random.default_rng(0)
     parents, lengths = random_tree(rng, 10_000)
-    mask: Mask = flexcp.tree(parents, lengths)
-    assert len(mask.slices(sum(lengths))) <= 10_000
-    tree = tree_of_mask(mask)
-    assert (tree.predecessors() < np.arange(tree.tokens)).all()
+    tracemalloc.start()
+    try:
+        mask: Mask = flexcp.tree(parents, lengths)
+        slices = mask.slices(sum(lengths))
+        tree = tree_of_mask(mask)
+        earlier = tree.predecessors()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(slices) <= 10_000 and (earlier < np.arange(tree.tokens)).all()
+    assert most < 10_000**2 // 8

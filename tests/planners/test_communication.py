@@ -16,9 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_properties import OFTEN, PARTITIONED, cases, planned
 
+from flexcp.clusters import cluster
 from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings, rank_calls
 from flexcp.plan.plan import Plan
+from flexcp.planner import Planner
 from flexcp.planners.strategies import STRATEGIES
+from flexcp.schedule import analysis
 from flexcp.shape import Kind
 from judged_rounds import judge
 
@@ -60,19 +63,19 @@ def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> Non
         assert edges[::2] == edges[1::2]
 
 
-def check_crossings(plan: Plan, mask: int, backward: bool) -> None:
+def check_crossings(plan: Plan, mask: int, backward: bool) -> bool:
     """Check that under relayed ``needed`` traffic every key enters a node once, and every gradient of keys leaves it
-    once.
+    once; return whether anything is relayed.
 
     Where relays are allowed but not faster, keys come directly from their owners.
     """
     traffic = plan.placement.traffic
     if traffic.kind != "needed" or not traffic.relay or plan.placement.assemble_own:  # no relays for scattered tokens
-        return
+        return False
     t, node = plan.programs[mask][backward].transfers, plan.cluster.ranks_per_node
     keys, gradients = t.take(t.kind == Kind.KV), t.take(t.kind == Kind.DKV)
     if (keys.source == keys.owner).all() and (gradients.target == gradients.owner).all():
-        return
+        return False
     t = t.take(t.source // node != t.target // node)
     entered: Counter[tuple[int, ...]] = Counter()
     left: Counter[tuple[int, ...]] = Counter()
@@ -86,6 +89,18 @@ def check_crossings(plan: Plan, mask: int, backward: bool) -> None:
     assert max(left.values(), default=1) == 1, "a gradient leaves a node twice"
     if backward and not plan.programs[mask][1].keys_kept:
         assert entered == left, "gradients take the way of the keys back"
+    return True
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "groups"])
+def test_relayed_keys_cross_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small random plans are hardly ever faster with relays, so here the schedule with most relays is taken."""
+    monkeypatch.setattr(analysis, "_contended_ns", lambda found: -len(found.needs.keys.relays))
+    plan = Planner(4, 2, 8, cluster=cluster("h100", 2, 3), strategy=strategy)([90, 40, 9])
+    plan.check()
+    assert [check_crossings(plan, 0, backward) for backward in (False, True)] == [True, True]
+    for backward in (False, True):
+        check_calls(plan, 0, backward, AS_PLANNED)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

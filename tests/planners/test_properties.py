@@ -2,7 +2,8 @@
 each rank works and moves what a brute-force count says.
 
 Machines have up to three nodes of 1 to 7 ranks, equally fast or not. A strategy may refuse with ``Refused``, but raise
-nothing else. By default a strategy is tried 40 times; ``make properties`` tries thousands.
+nothing else. By default a strategy is tried 24 times, or 12 times if it
+searches for plans; ``make properties`` tries thousands. Every strategy plans a plain batch without refusing.
 """
 
 from __future__ import annotations
@@ -238,6 +239,16 @@ def test_every_rank_works_and_moves_what_a_count_by_hand_says(name: str, data: s
 def test_so_it_is_where_plans_are_searched_for(name: str, data: st.DataObject) -> None:
     """These are tried half as often: a plan takes ten times as long, and is built from the other strategies' parts."""
     try_one(name, data)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_strategy_refuses_a_plain_batch(name: str) -> None:
+    """Without this a strategy that always refuses would pass the tests of random batches."""
+    if name in PARTITIONED:
+        pytest.importorskip("mtkahypar")
+    call = {"lengths": [40, 9, 17], "mask": causal()}
+    planner = Planner(4, 2, 8, cluster=cluster("h100", 1, 2), strategy=name)
+    check_everything(planner(**call), planner, call)
 
 
 def try_one(name: str, data: st.DataObject) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from brute import owners
 from numpy.typing import NDArray
 
 from flexcp.arrays.totals import imbalance
@@ -94,7 +95,8 @@ def test_nodes_are_cut_first() -> None:
 
 
 def test_divisions_share_what_nodes_send() -> None:
-    """Keys that cross nodes arrive in three stages, in each of which a rank sends at most an even part and a block.
+    """Keys that cross nodes arrive in three stages: in the first two a rank sends an even part, or less by under a
+    block, and in the third the rest.
 
     Inside a node all keys arrive in the first stage.
     """
@@ -103,26 +105,35 @@ def test_divisions_share_what_nodes_send() -> None:
     across = t.source // 4 != t.target // 4
     keys = t.take((t.kind == Kind.KV) & across & (t.source == t.owner))
     assert set(keys.stage.tolist()) == {1, 2, 3}
-    sent = np.zeros((8, 4), np.int64)
-    np.add.at(sent, (keys.source, keys.stage), keys.stop - keys.start)
-    # With relays a node receives tokens once that its ranks read in several divisions, so only an upper limit holds.
     asked = _asked_across(plan)
-    assert (sent[:, 1:3] <= -(-asked // 3)[:, None] + 256).all()
+    even, block = -(-asked.sum(axis=1) // 3), int(np.diff(plan.placement.wishes.divisions.borders).max())
+    assert (asked[:, :2] <= even[:, None]).all() and (asked[:, :2] > even[:, None] - block).all()
+    assert np.count_nonzero(asked[:, 2]) == 5 and (asked[:, 2] < even + 2 * block).all()
     inside = planned(lengths=[9_000, 500]).programs[0][0].transfers
     assert set(inside.stage[inside.kind == Kind.KV].tolist()) == {1}
 
 
 def _asked_across(plan: Plan) -> Ints:
-    """Return how many of each rank's tokens ranks of the other node read, counting both KV heads as one."""
+    """Return how many of each rank's tokens ranks of the other node read in each of the three divisions: [owner,
+    division].
+
+    Each reader counts, also where a relay carries a token to a node once for several; both KV heads count as one.
+    """
+    owner_of, divisions = owners(plan), plan.placement.wishes.divisions
+    mine = [np.flatnonzero(owner_of == rank) for rank in range(8)]
     wanted: set[tuple[int, int, int]] = set()
     t = plan.programs[0][0].transfers
     for source, target, owner, start, stop, kind in zip(
         t.source, t.target, t.owner, t.start, t.stop, t.kind, strict=True
     ):
         if kind == Kind.KV and owner // 4 != target // 4:
-            wanted |= {(int(target), int(owner), token) for token in range(start, stop)}
+            wanted |= {(int(target), int(owner), int(token)) for token in mine[owner][start:stop]}
         assert source != target
-    return np.bincount([owner for _, owner, _ in wanted], minlength=8)
+    found = np.zeros((8, 3), np.int64)
+    for target, owner, token in wanted:
+        block = np.searchsorted(divisions.borders, token, side="right") - 1
+        found[owner, divisions.stage[target, block] - 1] += 1
+    return found
 
 
 def test_a_division_is_the_stage_in_which_keys_travel() -> None:

@@ -247,7 +247,7 @@ def test_a_pass_of_minutes_is_on_a_coarser_clock() -> None:
 
 
 def test_a_long_pass_of_a_plan_is_no_faster_than_its_bound() -> None:
-    """A document of half a million tokens on slow ranks."""
+    """A document of 600,000 tokens on slow ranks."""
     plan = flexcp.Planner(8, 8, 128, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")([600_000])
     found = simulate(plan)
     for backward in (False, True):

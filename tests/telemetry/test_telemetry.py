@@ -1,12 +1,13 @@
 """Proves what a Telemetry records of real ranks, and the trace and scalars made of it.
 Nothing here is about how long anything took.
 
-Overhead is benchmarks/telemetry.py's; that nothing is recorded, and nothing called, without a Telemetry is shown here.
+Without a Telemetry, no function of flexcp.telemetry is called in a step. Overhead is benchmarks/telemetry.py's.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,21 @@ def on_steps(group: dist.ProcessGroup, plans: list[Plan], path: str) -> dict[str
     }
 
 
-def on_nothing(group: dist.ProcessGroup, plan: Plan) -> bool:
-    step = flexcp.bind(plan, group)
-    return step.telemetry is None
+def called_in_a_step(group: dist.ProcessGroup, plan: Plan, telemetry: flexcp.Telemetry | None) -> set[str]:
+    """Return the modules of flexcp.telemetry of which a function is called while a step is bound and trained."""
+    found: set[str] = set()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if event == "call" and name.startswith("flexcp.telemetry"):
+            found.add(name)
+
+    sys.setprofile(profile)
+    try:
+        train(flexcp.bind(plan, group, telemetry=telemetry))
+    finally:
+        sys.setprofile(None)
+    return found
 
 
 def on_meeting(group: dist.ProcessGroup) -> Any:
@@ -164,7 +177,10 @@ def test_the_loader_hands_it_on() -> None:
 
 
 def test_nobody_watches_by_default(pool: RankPool) -> None:
-    assert pool.run(on_nothing, plan_for(2), ranks=2) == [True, True]
+    plan = plan_for(2)
+    assert pool.run(called_in_a_step, plan, None, ranks=2) == [set(), set()]
+    for called in pool.run(called_in_a_step, plan, flexcp.Telemetry(), ranks=2):
+        assert "flexcp.telemetry.records" in called
 
 
 def test_one_rank_traces_without_a_group(tmp_path: Path) -> None:

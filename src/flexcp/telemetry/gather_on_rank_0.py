@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.failure_notes import read_key, through_store, wait_for
 
 QUESTIONS = 5
 
@@ -45,13 +45,13 @@ def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelt
             offset, error = _ask(store, f"{key}/{rank}", deadline)
             mine = facts | {"offset_ns": offset, "offset_error_ns": error}
             store.set(f"{key}/{rank}/facts", zlib.compress(json.dumps(mine).encode()))  # type: ignore[arg-type]
-            store.wait([f"{key}/end"], _left(deadline))
+            wait_for(store, [f"{key}/end"], _left(deadline))
             return None
         found = [facts | {"offset_ns": 0, "offset_error_ns": 0}]
         for other in range(1, size):
             _answer(store, f"{key}/{other}", deadline)
-            store.wait([f"{key}/{other}/facts"], _left(deadline))
-            found.append(json.loads(zlib.decompress(store.get(f"{key}/{other}/facts"))))
+            wait_for(store, [f"{key}/{other}/facts"], _left(deadline))
+            found.append(json.loads(zlib.decompress(read_key(store, f"{key}/{other}/facts"))))
             store.delete_key(f"{key}/{other}/facts")
         store.set(f"{key}/end", "")
         return found
@@ -77,9 +77,9 @@ def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
     for i in range(QUESTIONS):
         asked = perf_counter_ns()
         store.set(f"{key}/ask/{i}", "")
-        store.wait([f"{key}/answer/{i}"], _left(deadline))
+        wait_for(store, [f"{key}/answer/{i}"], _left(deadline))
         heard = perf_counter_ns()
-        theirs = int(store.get(f"{key}/answer/{i}"))
+        theirs = int(read_key(store, f"{key}/answer/{i}"))
         store.delete_key(f"{key}/answer/{i}")
         found.append((heard - asked, theirs - (asked + heard) // 2))
     trip, offset = min(found)
@@ -89,6 +89,6 @@ def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
 def _answer(store: Store, key: str, deadline: float) -> None:
     """Answer, on rank 0, the questions of one rank with the time of rank 0's clock."""
     for i in range(QUESTIONS):
-        store.wait([f"{key}/ask/{i}"], _left(deadline))
+        wait_for(store, [f"{key}/ask/{i}"], _left(deadline))
         store.set(f"{key}/answer/{i}", str(perf_counter_ns()))
         store.delete_key(f"{key}/ask/{i}")

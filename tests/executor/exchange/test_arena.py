@@ -360,7 +360,7 @@ def test_kept_keys_do_not_travel_again(pool: RankPool, counts: tuple[int, ...], 
                 for plan, sent in zip((kept, again), run["sent"], strict=True):
                     planned = sum(plan.bytes(True, mask)[rank] for mask in range(len(plan.programs)))
                     assert sent == planned.tolist(), where
-                assert sum(run["sent"][0]) <= sum(run["sent"][1]), where
+                assert sum(run["sent"][0]) < sum(run["sent"][1]) or not sum(run["sent"][1]), where
 
 
 def test_kept_keys_are_saved_where_hooks_see_them_and_counted(pool: RankPool) -> None:

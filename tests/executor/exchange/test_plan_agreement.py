@@ -21,10 +21,12 @@ import pytest
 import torch.distributed as dist
 
 import flexcp
+from flexcp.data.planning.plan_sharing import SharedPlans
 from flexcp.executor.exchange.plan_agreement import agree, said_by_all
 from flexcp.executor.exchange.rank_calls import CallSettings
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
+from flexcp.telemetry.gather_on_rank_0 import gather_on_rank_0
 
 SOON = timedelta(seconds=0.4)
 
@@ -111,6 +113,72 @@ def test_who_did_not_come_is_named() -> None:
         agree("a" * 40, Group(0, 3, store), SOON)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"only 2 of 3 ranks came to bind number 1 .*, without rank 2; a rank"):
         agree("a" * 40, Group(1, 3, store), SOON)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A store in memory of which one method raises an error."""
+
+    method: str
+    error: RuntimeError
+    store: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return self.fail if name == self.method else getattr(self.store, name)
+
+    def fail(self, *arguments: Any) -> Any:
+        raise self.error
+
+
+ERRORS = (RuntimeError("Wait timeout"), dist.DistStoreError("Wait timeout"))
+"""What torch's FileStore raises if a key does not come, and what its other stores raise."""
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["RuntimeError", "DistStoreError"])
+def test_a_wait_in_vain_says_for_whom_whatever_the_store_raises(error: RuntimeError) -> None:
+    def group(rank: int = 0, size: int = 2) -> Any:
+        return Group(rank, size, Failing("wait", error, dist.HashStore()))
+
+    with pytest.raises(
+        RuntimeError, match=r"^only 1 of 2 ranks came to bind number 1 within 0\.4 s, without rank 1; a"
+    ):
+        agree("a" * 40, group(), SOON)
+    with pytest.raises(RuntimeError, match=r"^all 1 ranks came to bind number 1, but .* look for the error of another"):
+        agree("a" * 40, group(size=1), SOON)
+    with pytest.raises(RuntimeError, match=r"^rank 1 did not say its size within 0\.4 s\. asked 1 for 0\.1$"):
+        said_by_all("size", "7", notes_of(group()), SOON)
+    with pytest.raises(RuntimeError, match=r"^rank 0 waited for rank 1 for 0\.4 s; every rank of the group must call"):
+        gather_on_rank_0({}, group(), SOON)
+    shared = SharedPlans(SimpleNamespace(jobs=(), finished=lambda: ()), group(), SOON)  # type: ignore[arg-type]
+    with pytest.raises(
+        RuntimeError, match=r"^rank 1 did not share the plan of step 1 within 0\.4 s; it died or stalled$"
+    ):
+        shared.take(1)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["RuntimeError", "DistStoreError"])
+def test_a_key_that_cannot_be_read_says_where_to_look(error: RuntimeError) -> None:
+    here = flexcp.cluster("cpu", 1, 2)
+    for cluster in (None, here):  # the verdict, and the hosts of the ranks
+        store = Failing("get", error, dist.HashStore())
+        found = on_ranks(2, store, lambda group, c=cluster: agree("a" * 40, group, SOON, cluster=c))
+        assert (
+            "RuntimeError: the group's store failed: Wait timeout; look after the process or the disk"
+            in found[0] + found[1]
+        )
+        assert not [said for said in found if said.endswith("Error: Wait timeout")]
+    found = on_ranks(2, store, lambda group: said_by_all("size", "7", notes_of(group), SOON))
+    assert [said.startswith("RuntimeError: the group's store failed: Wait timeout; look") for said in found] == [
+        True
+    ] * 2
+
+
+def test_who_did_not_come_is_named_by_a_store_in_a_file(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(
+        RuntimeError, match=r"^only 1 of 2 ranks came to bind number 1 within 0\.4 s, without rank 1; a"
+    ):
+        agree("a" * 40, Group(0, 2, store), SOON)  # type: ignore[arg-type]
 
 
 def with_a_full_store(group: dist.ProcessGroup, plan: Plan, path: str) -> tuple[str, float]:

@@ -41,7 +41,8 @@ def seen_in(form: Form) -> NDArray[np.bool_]:
     return out
 
 
-MASKS = (masks.causal(), masks.full(), masks.window(3, 0), masks.window(5, 2), masks.window(0, 0), masks.lambda_(2, 4))
+SIMPLE = (masks.causal(), masks.full(), masks.window(3, 0), masks.window(5, 2), masks.window(0, 0))
+MASKS = (*SIMPLE, masks.lambda_(2, 4))
 
 
 @given(
@@ -49,9 +50,13 @@ MASKS = (masks.causal(), masks.full(), masks.window(3, 0), masks.window(5, 2), m
     which=st.lists(st.sampled_from(MASKS), min_size=1, max_size=2),
 )
 def test_a_simple_list_is_the_same_pairs(lengths: list[int], which: list[masks.Mask]) -> None:
-    slices = flexcp.packed_slices(lengths, [which[i % len(which)] for i in range(len(lengths))]).numpy()
+    """Documents under one window are always simple; those under two may be, if they are short."""
+    used = [which[i % len(which)] for i in range(len(lengths))]
+    slices = flexcp.packed_slices(lengths, used).numpy()
     form = form_of(slices)
     tokens = sum(lengths)
+    if len({str(mask) for mask in used}) == 1 and used[0] in SIMPLE:
+        assert form is not None
     if form is not None:
         assert np.array_equal(seen_in(form), seen_by(slices, tokens, tokens))
 

@@ -71,11 +71,12 @@ def test_what_stands_around_the_backward_moves_whole_words(
 def test_compiles_for_hopper_without_serialising_products(kernel: str, tmp_path: Path) -> None:
     code = compiled(kernel, tmp_path)
     assert all(i in code for i in INSTRUCTIONS[kernel]), [i for i in INSTRUCTIONS[kernel] if i not in code]
-    if disassembler().exists():
-        (cubin,) = tmp_path.glob("*.cubin")
-        machine = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
-        assert machine.count("HGMMA") >= 48
-        assert machine.count("WARPGROUP.DEPBAR") <= WAITS[kernel]
+    if not disassembler().exists():
+        pytest.skip(f"the PTX is right, but waits in machine code are not counted: there is no {disassembler()}")
+    (cubin,) = tmp_path.glob("*.cubin")
+    machine = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert machine.count("HGMMA") >= 48
+    assert machine.count("WARPGROUP.DEPBAR") <= WAITS[kernel]
 
 
 def test_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from flexcp.data.planning.plan_orders import PlannedPart, PlanOrder, from_shared_bytes, shared_bytes
 from flexcp.data.planning.planning_pool import PlanningError, Pool
-from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.failure_notes import read_key, through_store, wait_for
 
 READ = "read"
 """Marks the key of a job of the pool that derives recipes from another rank's plans."""
@@ -130,7 +130,7 @@ class SharedPlans:
         begin = time.perf_counter()
         ready = self.store.check([key])
         try:
-            self.store.wait([key], self.timeout)
+            wait_for(self.store, [key], self.timeout)
         except dist.DistStoreError as error:
             raise PlanningError(
                 f"rank {step % self.size} did not share the plan of step {step} within "
@@ -144,7 +144,7 @@ class SharedPlans:
         key = self._key(step)
         begin = time.perf_counter()
         self.others.remove(step)
-        data: bytes = self.store.get(key)
+        data = read_key(self.store, key)
         if self.store.add(f"{key}/read", 1) == self.size - 1:
             self.store.delete_key(key)
             self.store.delete_key(f"{key}/read")

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
@@ -75,6 +76,30 @@ def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
             f"the group's store failed: {str(error).partition(chr(10))[0]}; look after the process or the disk that "
             "keeps it, and start all ranks again"
         ) from error
+
+
+def wait_for(store: Store, keys: list[str], limit: timedelta) -> None:
+    """Wait until all ``keys`` are in the store; raise DistStoreError, whatever the store, if they are not in time."""
+    _store_error(lambda: store.wait(keys, limit))
+
+
+def read_key(store: Store, key: str) -> bytes:
+    """Return the value of a key of the store; raise DistError, whatever the store, if it has none or fails."""
+    return _store_error(lambda: store.get(key))
+
+
+def _store_error(call: Callable[[], T]) -> T:
+    """Call the store, and turn a bare RuntimeError into DistStoreError.
+
+    Torch's FileStore raises RuntimeError("Wait timeout") where other stores raise DistStoreError, and callers could not
+    tell it from their own messages, which are RuntimeErrors too.
+    """
+    try:
+        return call()
+    except dist.DistError:
+        raise
+    except RuntimeError as error:
+        raise dist.DistStoreError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from torch._C._distributed_c10d import Store
 
 from flexcp.clusters import Cluster
+from flexcp.executor.exchange.failure_notes import read_key
 
 
 def this_host() -> str:
@@ -41,7 +42,7 @@ def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
     fits = f"flexcp/nodes/{cluster.ranks_per_node}"
     if store.check([fits]):
         return None
-    refused = split_node(cluster, [store.get(f"flexcp/host/{rank}").decode() for rank in range(ranks)])
+    refused = split_node(cluster, [read_key(store, f"flexcp/host/{rank}").decode() for rank in range(ranks)])
     if refused is None:
         store.set(fits, "hosts")
     return refused

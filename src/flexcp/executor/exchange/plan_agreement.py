@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from flexcp.clusters import Cluster
-from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of, through_store
+from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of, read_key, through_store, wait_for
 from flexcp.executor.exchange.hosts import leave_host, refused_nodes
 from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings
 from flexcp.plan.file import VERSION
@@ -63,14 +63,14 @@ def _say(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[
     store.set(keys[notes.rank], said)
     grace = grace_of(timeout)
     try:
-        store.wait(keys, timeout - timedelta(seconds=grace))
+        wait_for(store, keys, timeout - timedelta(seconds=grace))
     except dist.DistStoreError as error:
         missing = next((rank for rank in range(size) if not store.check([keys[rank]])), 0)
         raise RuntimeError(
             f"rank {missing} did not say its {name} within {timeout.total_seconds():g} s. "
             f"{notes.explain(missing, grace)}"
         ) from error
-    found = [store.get(key).decode() for key in keys]
+    found = [read_key(store, key).decode() for key in keys]
     if store.add(gone, 1) == size:
         for key in (*keys, gone):
             store.delete_key(key)
@@ -106,16 +106,11 @@ def _meet(
         refused = None if cluster is None else refused_nodes(store, cluster, size)
         store.set(f"{key}/verdict", "same" if refused is None else REFUSED + refused)
     try:
-        store.wait([f"{key}/verdict"], timeout)
+        wait_for(store, [f"{key}/verdict"], timeout)
     except dist.DistStoreError as error:
-        there = [r for r in range(size) if store.add(f"flexcp/binds/{r}", 0) >= number]
-        missing = sorted(set(range(size)) - set(there))
-        raise RuntimeError(
-            f"only {len(there)} of {size} ranks came to bind number {number} within {timeout.total_seconds():g} s, "
-            f"without {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}; a rank died, stalled, "
-            "or skipped this step"
-        ) from error
-    verdict = store.get(f"{key}/verdict").decode()
+        missing = [r for r in range(size) if store.add(f"flexcp/binds/{r}", 0) < number]
+        raise RuntimeError(_nothing_decided(number, size, missing, timeout)) from error
+    verdict = read_key(store, f"{key}/verdict").decode()
     if verdict.startswith(REFUSED):
         raise ValueError(verdict.removeprefix(REFUSED))
     if verdict != "same":
@@ -124,6 +119,21 @@ def _meet(
         for name in ("first", "count", "verdict", "left"):
             store.delete_key(f"{key}/{name}")
     return number
+
+
+def _nothing_decided(number: int, size: int, missing: list[int], timeout: timedelta) -> str:
+    """Return a message on a bind without a verdict within ``timeout``, to which the ranks ``missing`` did not come."""
+    seconds = f"within {timeout.total_seconds():g} s"
+    if not missing:
+        return (
+            f"all {size} ranks came to bind number {number}, but not all of them compared their plans {seconds}; a "
+            "rank died, stalled, or could not write to the group's store: look for the error of another rank"
+        )
+    return (
+        f"only {size - len(missing)} of {size} ranks came to bind number {number} {seconds}, without "
+        f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}; a rank died, stalled, or skipped "
+        "this step"
+    )
 
 
 def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) -> str:
