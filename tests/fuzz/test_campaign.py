@@ -192,8 +192,8 @@ def test_the_command_says_what_it_covered(tmp_path: Path) -> None:
 
 def test_the_command_names_what_failed_and_verify_replays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted("report"):
-        number = next(n for n in range(20) if judge(draw(5, n)).verdict == "failed")
-    failure = Task(5, 0.0, tmp_path).failed(number, draw(5, number), Outcome("failed", "report", "why"))
+        number = next(n for n in range(20) if judge(draw(5, n, 2)).verdict == "failed")
+    failure = Task(5, 0.0, tmp_path).failed(number, draw(5, number, 2), Outcome("failed", "report", "why"))
     found = Found(5, cases=number + 1, failures=[failure])
     monkeypatch.setattr("flexcp.fuzz.campaign.campaign", lambda *_: found)
     ended = CliRunner().invoke(app, ["fuzz", "--cases", "8"])
