@@ -7,6 +7,7 @@ takes a tenth of a second; a new process would import torch first.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -37,4 +38,5 @@ def _use_interpreter(group: Any) -> None:
     import triton
 
     assert triton.knobs.runtime.interpret
+    gc.freeze()  # the interpreter makes many small objects; without this each collection looks at those of torch, too
     warnings.simplefilter("ignore")  # the interpreter divides by zero where a GPU would, too
