@@ -18,17 +18,16 @@ LEFT_OUT = (
     "frameworks/test_trainer_resumes.py::",
     "frameworks/test_torchtitan.py::test_torchtitans_trainer_trains_the_same_model",
     "frameworks/test_trainer_examples.py::test_a_trainer_logs_what_one_process_does[torchtitan_pretrain]",
-    # The other trainers of Hugging Face stay: the plain one, SFT and GRPO's loop; make trainers runs all.
+    # The Hugging Face Trainer, TRL's SFT, the RL loop, Lightning and Megatron stay. make trainers runs all.
     "frameworks/test_trainer_examples.py::test_a_trainer_logs_what_one_process_does[trl_dpo]",
     "frameworks/test_trainer_examples.py::test_a_trainer_logs_what_one_process_does[trl_grpo]",
     # CP2 x TP2 and CP2 x PP2 stay. make trainers runs all.
     "frameworks/test_megatron.py::test_five_steps_equal_stock_megatron[CP4]",
-    # Two other tests stay: that every adapter is imported by its name, and those that train with this one.
+    # That every adapter is imported by its name stays, and so do the tests that train with this adapter.
     "test_imports.py::test_rooms_and_their_modules_are_attributes_without_an_import_of_their_own[True]",
     # The same command in this process stays, and other commands as installed.
     "cli/test_cli.py::test_installed_verify_passes_on_two_ranks",
-    # Ctrl-C while ranks run and while their server imports stays, in test_an_interrupted_command_leaves_nothing_behind;
-    # make faults runs all.
+    # Ctrl-C before (while the ranks' server imports) and after (while ranks run) stays. make faults runs all.
     "cli/test_interrupt.py::test_an_interrupted_command_leaves_nothing_behind[while ranks are made]",
     # 1, 2, 3, 4, 5, 7 and 8 ranks stay.
     "benchmarks/test_matrix.py::test_the_chosen_half_on_ranks[6]",
