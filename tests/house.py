@@ -112,11 +112,14 @@ def _imports_of(name: str, tree: ast.Module, files: dict[str, Path]) -> Iterator
 
 
 def _with_types(node: ast.AST, for_types: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield all nodes, and whether each is under ``if TYPE_CHECKING``."""
+    """Yield all statements, and whether each is under ``if TYPE_CHECKING``; no expression holds an import."""
+    guarded = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else []
     for child in ast.iter_child_nodes(node):
-        inside = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and child in node.body
-        yield child, for_types or inside
-        yield from _with_types(child, for_types or inside)
+        if isinstance(child, ast.expr):
+            continue
+        inside = for_types or child in guarded
+        yield child, inside
+        yield from _with_types(child, inside)
 
 
 def _module(target: str, files: dict[str, Path]) -> str:
@@ -148,10 +151,12 @@ def arrows(found: list[Import], files: dict[str, Path]) -> dict[tuple[str, str],
 
 def reached(start: str, pairs: set[tuple[str, str]]) -> set[str]:
     """Return all rooms or modules that can be reached from ``start``."""
+    targets: dict[str, set[str]] = {}
+    for source, target in pairs:
+        targets.setdefault(source, set()).add(target)
     met, waiting = set[str](), [start]
     while waiting:
-        here = waiting.pop()
-        new = {target for source, target in pairs if source == here} - met
+        new = targets.get(waiting.pop(), set()) - met
         met |= new
         waiting += new
     return met

@@ -8,10 +8,12 @@ import ast
 import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -59,6 +61,21 @@ KEYS = [
     "memory",
     "code",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated_once() -> Iterator[None]:
+    """Let the tests of this file, many of which ask for the text and the JSON of one advice, simulate it once."""
+    real, known = advice_module.advise, dict[tuple[Question, tuple[int, ...]], Advice]()
+
+    def advise_once(question: Question, lengths: Sequence[int], *tell: Any) -> Advice:
+        key = (question, tuple(lengths))
+        if key not in known:
+            known[key] = real(question, lengths, *tell)
+        return known[key]
+
+    with patch.object(advice_module, "advise", advise_once):
+        yield
 
 
 def invoke(*words: str) -> Any:

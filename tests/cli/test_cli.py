@@ -366,10 +366,23 @@ def test_installed_plan_exits_2_without_a_traceback() -> None:
     assert done.stderr == "flexcp: cannot read lengths from nowhere.txt: No such file or directory\n"
 
 
+VERIFY = ["verify", "--lengths", "70,1,2,33", "--ranks", "2", "--heads", "4", "--kv-heads", "2", "--json"]
+
+
 def test_installed_verify_passes_on_two_ranks() -> None:
-    done = installed("verify", "--lengths", "70,1,2,33", "--ranks", "2", "--heads", "4", "--kv-heads", "2", "--json")
+    done = installed(*VERIFY)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    check_passed(done.stdout)
+
+
+def test_verify_passes_on_two_ranks() -> None:
+    """As the installed command, but its ranks are forked from the server of this process, which has imported torch."""
+    check_passed(invoke(*VERIFY).stdout)
+
+
+def check_passed(text: str) -> None:
+    """Check the JSON that ``flexcp verify --json`` prints where all is right."""
+    found = json.loads(text)
     assert list(found) == VERIFY_KEYS
     assert found["passed"] is True
     assert found["bytes_match"] is True

@@ -35,7 +35,7 @@ def lines_of(code: str) -> list[str]:
 def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     random.seed(0)
-    lengths = [int(random.lognormvariate(7, 1.4)) + 1 for _ in range(300)]
+    lengths = [int(random.lognormvariate(7, 1.4)) + 1 for _ in range(100)]
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
     for block in BLOCKS:
         if block.page == page:

@@ -5,6 +5,8 @@ process.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -18,9 +20,18 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
 
 
+Printed = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def said(two: RankPool) -> Printed:
+    """A function that returns what each rank prints in four steps of an example, which it runs once."""
+    return cache(lambda name: two.run(printed, name, ["--steps", "4", "--tokens", "256"]))
+
+
 @pytest.mark.parametrize("name", ["attention_swap", "fsdp2_pretrain", "huggingface_ddp"])
-def test_an_example_trains(two: RankPool, name: str) -> None:
-    first, second = two.run(printed, name, ["--steps", "4", "--tokens", "256"])
+def test_an_example_trains(said: Printed, name: str) -> None:
+    first, second = said(name)
     found = losses(first)
     assert len(found) == 4
     assert min(found[1:]) < found[0]
@@ -43,7 +54,7 @@ def test_trees_give_the_loss_and_gradient_of_separate_sequences(two: RankPool, t
     assert float(norm[1]) == pytest.approx(float(norm[0]), abs=1e-7)
 
 
-def test_the_swap_trains_as_one_process(two: RankPool) -> None:
+def test_the_swap_trains_as_one_process(said: Printed) -> None:
     """The example's model, trained on one process with plain attention, has the same losses and gradient norms as the
     example under DDP.
     """
@@ -69,11 +80,11 @@ def test_the_swap_trains_as_one_process(two: RankPool) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         expected += [float(loss.detach()), float(norm)]
-    text, _ = two.run(printed, "attention_swap", ["--steps", "3", "--tokens", "256"])
-    assert [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)] == pytest.approx(expected, rel=1e-4)
+    found = [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", said("attention_swap")[0])]
+    assert found[:6] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_hugging_face_model_under_ddp_trains_as_one_process(two: RankPool) -> None:
+def test_a_hugging_face_model_under_ddp_trains_as_one_process(said: Printed) -> None:
     """The reference is the example's model on one process with Transformers' attention, document by document."""
     example = loaded("huggingface_ddp")
     torch.manual_seed(0)
@@ -89,9 +100,8 @@ def test_a_hugging_face_model_under_ddp_trains_as_one_process(two: RankPool) -> 
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         expected += [float(loss.detach()), float(norm)]
-    text, _ = two.run(printed, "huggingface_ddp", ["--steps", "2", "--tokens", "256"])
-    found = [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)]
-    assert found == pytest.approx(expected, rel=1e-6)
+    found = [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", said("huggingface_ddp")[0])]
+    assert found[:4] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_swap_is_the_attention_only_swap() -> None:

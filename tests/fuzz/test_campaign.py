@@ -45,8 +45,14 @@ def test_cases_follow_from_seed_and_number() -> None:
     assert all(draw(0, n, 3).cluster.ranks <= 3 for n in range(30))
 
 
-def test_flexcp_passes_and_workers_share_the_cases(tmp_path: Path) -> None:
-    found = campaign(Task(0, 0.0, tmp_path), Limits(cases=20), jobs=2)
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return what a campaign of 20 cases and two workers finds in flexcp as it is."""
+    return campaign(Task(0, 0.0, tmp_path_factory.mktemp("passed")), Limits(cases=20), jobs=2)
+
+
+def test_flexcp_passes_and_workers_share_the_cases(passed: Found) -> None:
+    found = passed
     assert not found.failures, found.failures[0].message
     assert found.cases == 20 and found.plans > 10 and found.refused < 10 and found.unfinished == 0
     assert found.checks["check"] == found.checks["file"] == found.plans > found.checks["loader"] > 0
@@ -168,7 +174,15 @@ def test_a_file_that_is_no_case_is_refused_by_name(change: dict[str, object], tm
         read_case(path)
 
 
-def test_the_command_says_what_it_covered(tmp_path: Path) -> None:
+def test_the_command_says_what_it_covered(tmp_path: Path, passed: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The campaign is one that has run; tests of the docs run the command with one of its own."""
+    asked_for: list[tuple[Task, Limits, int]] = []
+
+    def campaign_that_ran(task: Task, limits: Limits, jobs: int, tell: object) -> Found:
+        asked_for.append((task, limits, jobs))
+        return replace(passed, seed=task.seed)
+
+    monkeypatch.setattr("flexcp.fuzz.campaign.campaign", campaign_that_ran)
     summary = tmp_path / "summary.json"
     asked = [
         "fuzz",
@@ -184,16 +198,17 @@ def test_the_command_says_what_it_covered(tmp_path: Path) -> None:
         str(summary),
     ]
     ended = CliRunner().invoke(app, asked)
-    assert ended.exit_code == 0 and "seed 5: 8 cases" in ended.stdout and "strategy:" in ended.stdout
+    assert asked_for == [(Task(5, 0.0, tmp_path), Limits(cases=8), 1)]
+    assert ended.exit_code == 0 and "seed 5: 20 cases" in ended.stdout and "strategy:" in ended.stdout
     written = json.loads(summary.read_text())
-    assert written["seed"] == 5 and written["cases"] == 8 and written["failures"] == []
+    assert written["seed"] == 5 and written["cases"] == 20 and written["failures"] == []
     assert f"check {written['checks']['check']}" in ended.stdout
 
 
 def test_the_command_names_what_failed_and_verify_replays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted("report"):
-        number = next(n for n in range(20) if judge(draw(5, n)).verdict == "failed")
-    failure = Task(5, 0.0, tmp_path).failed(number, draw(5, number), Outcome("failed", "report", "why"))
+        number = next(n for n in range(20) if judge(draw(5, n, 2)).verdict == "failed")
+    failure = Task(5, 0.0, tmp_path).failed(number, draw(5, number, 2), Outcome("failed", "report", "why"))
     found = Found(5, cases=number + 1, failures=[failure])
     monkeypatch.setattr("flexcp.fuzz.campaign.campaign", lambda *_: found)
     ended = CliRunner().invoke(app, ["fuzz", "--cases", "8"])

@@ -7,40 +7,34 @@ multiplies bfloat16 values as if their bits were integers.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from triton_cases import all_shares
+
 from flexcp import masks
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.tiles import tile_list
 from flexcp.executor.kernels.triton import kernel as triton_kernel
 from flexcp.measure.kernels.work import workload
+from triton_interpreter import interpreting_pool
 
-SCRIPT = Path(__file__).with_name("triton_cases.py")
 NAMES = {"out", "lse", "dq", "dk", "dv"}
 
 
 @pytest.fixture(scope="module")
 def shares(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     """Return error / allowed error of each result of each case, computed in a process that uses the interpreter."""
-    run = [sys.executable, "-W", "ignore", str(SCRIPT), *(["--long"] if request.config.getoption("--long") else [])]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(run, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    with interpreting_pool(1) as pool:
+        found: dict[str, dict[str, float]] = pool.run(all_shares, request.config.getoption("--long"))[0]
+    return found
 
 
 def test_every_case_keeps_the_error_rule(shares: dict[str, dict[str, float]], request: pytest.FixtureRequest) -> None:
-    assert len(shares) == (26 if request.config.getoption("--long") else 16)
+    assert len(shares) == (26 if request.config.getoption("--long") else 15)
     for name, share in shares.items():
         assert set(share) == NAMES, name
         assert all(s <= 1 for s in share.values()), (name, share)

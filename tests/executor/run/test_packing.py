@@ -9,12 +9,8 @@ refuses).
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +18,11 @@ import torch
 pytest.importorskip("triton")
 
 from flexcp.executor.kernels import row_kernels
+from triton_interpreter import interpreting_pool
 
 CASES = [("ring", 3, True), ("usp:2,2", 4, False), ("usp:2,2", 4, True), ("blocks", 3, False), ("scattered", 3, True)]
 
 SCRIPT = """
-import json, sys
 import numpy as np
 import torch
 import flexcp
@@ -54,7 +50,7 @@ def same(a, b):
             torch.testing.assert_close(a[number][name], b[number][name], atol=1e-6, rtol=1e-6, msg=where.__add__)
 
 launches = []
-for strategy, ranks, backward in json.loads(sys.argv[1]):
+for strategy, ranks, backward in cases:
     named = strategy.replace("scattered", "blocks")
     planner = flexcp.Planner(4, 2, 8, 6, "bfloat16", flexcp.cluster("cpu", 1, ranks), strategy=named)
     lengths = [17, 1, 22, 2]
@@ -92,7 +88,6 @@ for strategy, ranks, backward in json.loads(sys.argv[1]):
                 torch.testing.assert_close(a, b, atol=0, rtol=0.008 if a.dtype == torch.bfloat16 else 0)
             same(*shelves)
             launches.append((len(packings[1]._packs[slot]), sum(len(m.blocks) for m in stage.send)))
-print(json.dumps(launches))
 """
 
 TWICE = """
@@ -144,6 +139,14 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+def counted_launches(group: object, cases: list[tuple[str, int, bool]]) -> list[tuple[int, int]]:
+    """Run all scripts and return, for each slot, the launches that pack it and the blocks of its messages."""
+    names: dict[str, Any] = {"cases": cases}
+    exec(TWICE + DELTA + SCRIPT, names)
+    found: list[tuple[int, int]] = names["launches"]
+    return found
+
+
 def version(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])
 
@@ -151,16 +154,9 @@ def version(name: str) -> tuple[int, ...]:
 @pytest.mark.skipif(
     version("triton") < (3, 7) and version("numpy") >= (2, 4), reason="this Triton's interpreter needs NumPy < 2.4"
 )
-def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path) -> None:
-    """All scripts run in one process: the interpreter is chosen when Triton is imported, and the import takes longer
-    than the scripts.
-    """
-    (tmp_path / "script.py").write_text(TWICE + DELTA + SCRIPT)
-    run = [sys.executable, str(tmp_path / "script.py"), json.dumps(CASES)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    launches = json.loads(done.stdout)
+def test_row_packing_equals_plain_packing_and_takes_rows_in_turn() -> None:
+    with interpreting_pool(1) as pool:
+        [launches] = pool.run(counted_launches, CASES)
     assert any(blocks > 4 for _, blocks in launches)
     assert max(count for count, _ in launches) <= 4, "launches must not grow with blocks"
 
