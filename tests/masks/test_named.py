@@ -46,6 +46,11 @@ def test_a_mask_is_made_again_from_its_numbers(name: str) -> None:
     assert kind.make(*kind.arguments(mask.params)) == mask
 
 
+def test_a_mask_of_several_spans_is_made_again_from_its_numbers() -> None:
+    kind, mask = NAMED["modality"], flexcp.masks.modality([(0, 1), (3, 5), (7, 11)])
+    assert kind.make(*kind.arguments(mask.params)) == mask
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_no_document_has_more_slices_than_the_table_says(name: str) -> None:
     counts = [len(SOME[name].slices(length)) for length in LENGTHS if SOME[name].length in (None, length)]
