@@ -32,7 +32,7 @@ from flexcp.cost import CostModel
 from flexcp.data.document_lengths import document_lengths
 from flexcp.masks import causal, window
 from flexcp.models.find import find_model
-from flexcp.report.advice_words import _documents, _setting, _todo
+from flexcp.report.advice_words import _documents, _setting, _todo, gain_words
 from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import StepTime
@@ -347,6 +347,37 @@ def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns
     assert found.margin == 0.08, "a test of other cases"
     assert (found.verdict, found.pays[: len(says)]) == (verdict, says)
     assert found.chosen is {"static": found.static, "swap": swap, "free": free}[verdict]
+
+
+@pytest.mark.parametrize(
+    ("free_ns", "verdict", "gain"),
+    [(100_000, "static", "1.078"), (99_630, "free", "1.082"), (99_820, "static", "1.0799"), (99_000, "free", "1.09")],
+)
+def test_a_gain_close_to_the_margin_is_printed_on_its_side_of_it(free_ns: int, verdict: str, gain: str) -> None:
+    """Here a gain must exceed 8 %; rounded to two digits, 1.078 and 1.082 would both be 1.08."""
+    static, free = (
+        answer_of(name, [[ns, 0, 0, 0]] * 4, [1] * 4) for name, ns in (("ring", 107_800), ("auto", free_ns))
+    )
+    found = advice_on(static, free, 90_000)
+    assert (found.margin, found.verdict) == (0.08, verdict)
+    for told in (found.pays, gain_words(found, free)):
+        assert f"{gain} times the speed of ring" in told
+    swap = replace(found, swap=free).pays
+    assert swap.count(f"{gain} times") == 2, swap
+
+
+def test_the_loader_beside_a_swap_is_printed_on_its_side_of_the_margin() -> None:
+    static, swap, free = (
+        answer_of(name, [[ns, 0, 0, 0]] * 4, [1] * 4)
+        for name, ns in (("ring", 200_000), ("auto contiguous", 107_800), ("auto", 100_000))
+    )
+    found = replace(advice_on(static, free, 90_000), swap=swap)
+    assert _todo(found)[0].endswith("the loader would not add 8 % (1.078 times the speed of the swap).")
+
+
+def test_a_static_method_close_to_perfect_compute_is_printed_on_its_side_of_the_margin() -> None:
+    static = answer_of("zigzag", [[1077, 0, 0, 0]] * 4, [1] * 4)
+    assert why_static(advice_on(static, static, 1000)).startswith("zigzag takes only 7.7 % longer")
 
 
 @pytest.mark.parametrize(

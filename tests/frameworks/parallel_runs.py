@@ -324,6 +324,27 @@ def streams_of_their_own(group: dist.ProcessGroup, given: str) -> str:
     return "accepted"
 
 
+def labels_of_some_ranks(group: dist.ProcessGroup, given: str) -> str:
+    """Return what a rank is told when rank 0 has labels and rank 1 has none, ``given`` being rank 1's documents.
+
+    They are "a document", "no documents", or "none has" if rank 0 has no labels either.
+    """
+    from flexcp.frameworks.huggingface_trainer import prepared
+
+    planner = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))
+    rank = dist.get_rank(group)
+    ids = torch.arange(1, 9)[None] + rank
+    batch = {"input_ids": ids}
+    if rank == 0 and given != "none has":
+        batch["labels"] = torch.where(torch.arange(8) < 5, -100, ids)
+    if rank == 1 and given == "no documents":
+        batch["input_ids"] = ids[:, :0]
+    try:
+        return f"{int(prepared(batch, planner, group)['num_items_in_batch'])} labels"
+    except ValueError as error:
+        return str(error)
+
+
 def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
     """Return the warnings of a turned-on model and its loss; ``ids`` says where this rank's token ids come from."""
     from flexcp.frameworks import huggingface

@@ -198,7 +198,10 @@ def test_masks_are_counted_by_layer() -> None:
 
 
 def test_a_layer_whose_window_the_plan_lacks_is_refused(models: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"window of {WINDOW} keys.*'mask' \(causal\).*flexcp.window\({WINDOW - 1}\)"):
+    """The message says what to plan with, both for a plan of one's own and for ``prepared``."""
+    called = r"huggingface\.masks\(model\.config\)\)"
+    way_out = rf"planner\(lengths, masks={called}, or prepared\(batch, planner, masks={called}"
+    with pytest.raises(ValueError, match=rf"^a layer with a window of {WINDOW} keys.*'mask' \(causal\); .*{way_out}"):
         models["mistral"][0](**huggingface.inputs(TOKENS, bound("mistral", masks=None)))
     with pytest.raises(ValueError, match=r"layer without a window.*'mask' \(window of 7 keys\)"):
         models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=None, mask=flexcp.window(WINDOW - 1))))
@@ -342,6 +345,16 @@ def test_labels_that_only_the_loader_ignores_are_refused(models: dict[str, Any])
     step.ignore = int(TOKENS[1])
     with pytest.raises(ValueError, match=rf"loader marks .*Samples\(ignore={step.ignore}\).*== {step.ignore}, -100\)"):
         model(**given)
+
+
+def test_a_class_or_another_object_in_the_place_of_a_model_is_named(models: dict[str, Any]) -> None:
+    kind = type(models["llama"][0])
+    for call in (huggingface.turn_on, huggingface.masks):
+        with pytest.raises(ValueError, match=r"^LlamaForCausalLM is a class, not a model: .*LM\(config\)"):
+            call(kind)
+    for other, words in ((make_config("llama"), "a LlamaConfig"), ("llama", "'llama'"), (nn.Linear(1, 1), "a Linear")):
+        with pytest.raises(ValueError, match=rf"^turn_on takes a model of Transformers; got {words}: "):
+            huggingface.turn_on(other)  # type: ignore[arg-type]
 
 
 def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:

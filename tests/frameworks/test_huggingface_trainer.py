@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from parallel_runs import labels_of_some_ranks
 from trainer_runs import Case, evaluated, evaluated_shares, one_process, trained, with_accelerate
 
 import flexcp
 from flexcp.frameworks import huggingface
 from flexcp.frameworks.collated import read_batch
-from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
+from flexcp.frameworks.huggingface_trainer import FlexcpTrainer, prepared
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
 from flexcp.frameworks.shared_forward import share_forward
 from flexcp.measure.ranks import RankError, RankPool
@@ -228,12 +229,15 @@ def test_rows_may_be_padded_on_either_side_or_hold_nothing() -> None:
             r"attention_mask says.*\[5, 3\].*position_ids says \[8\]",
         ),
         ({"position_ids": [PACKED], "seq_idx": [[0] * 10]}, r"seq_idx says that documents have \[10\]"),
-        ({"cu_seq_lens_q": [0, 4, 9]}, r"cu_seq_lens_q says that documents have \[4, 5\] tokens, but the batch has 3"),
+        (
+            {"attention_mask": [[1, 1, 1]], "cu_seq_lens_q": [0, 4, 9]},
+            r"cu_seq_lens_q says that documents have \[4, 5\] tokens, but the batch has 3",
+        ),
         ({"attention_mask": [[1, 1, 0, 1]]}, r"padding between a row's tokens"),
         ({"attention_mask": [[1, 1, 0, 1]], "position_ids": [[0, 1, 2, 3]]}, r"jump inside a row"),
     ],
 )
-def test_batches_that_contradict_themselves_are_refused(fields: dict[str, list[list[int]]], words: str) -> None:
+def test_batches_that_contradict_themselves_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_batch(batch(**fields))
 
@@ -253,6 +257,75 @@ def test_a_mask_of_another_kind_is_refused() -> None:
     for mask in (torch.zeros(1, 1, 4, 4), torch.tensor([[0.0, -1.0, 0.0, 0.0]])):
         with pytest.raises(NotImplementedError, match=r"padding mask of \(1, 4\) tokens"):
             read_batch({"input_ids": torch.arange(4)[None], "attention_mask": mask})
+
+
+IDS = torch.arange(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input_ids": IDS}, r"input_ids has shape \(9,\), but a batch has \[rows, columns\]: pass input_ids\[None\]"),
+        ({"input_ids": IDS, "labels": IDS}, r"input_ids has shape \(9,\).*pass input_ids\[None\]"),
+        ({"input_ids": IDS[None, None]}, r"input_ids has shape \(1, 1, 9\).*pass a row of token ids for each sample"),
+        ({"input_ids": [IDS.tolist()]}, r"input_ids is a list, but a batch holds tensors: .*return_tensors=\"pt\""),
+        ({"input_ids": IDS[None].float()}, r"input_ids is a tensor of torch.float32.*pass input_ids.long\(\)"),
+        ({"labels": IDS}, r"labels has shape \(9,\), but input_ids has \(1, 9\): pass labels\[None\]"),
+        ({"labels": IDS[None, :-1]}, r"labels has shape \(1, 8\), but input_ids has \(1, 9\): give each token its own"),
+        ({"labels": [IDS.tolist()]}, r"labels is a list.*return_tensors=\"pt\""),
+        ({"labels": IDS[None].float()}, r"labels is a tensor of torch.float32.*pass labels.long\(\)"),
+        ({"labels": IDS[None].byte()}, r"the batch: labels are torch.uint8.*-100"),
+        ({"cu_seq_lens_q": [0, 4, 9]}, r"cu_seq_lens_q is a list.*: pass torch.tensor\(cu_seq_lens_q\)"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 9]])}, r"cu_seq_lens_q has shape \(1, 2\).*pass cu_seq_lens_q\[0\]"),
+        ({"position_ids": list(range(9))}, r"position_ids is a list.*return_tensors=\"pt\""),
+        ({"position_ids": torch.zeros(3, 1, 9).long()}, r"position_ids has shape \(3, 1, 9\).*\(1, 9\): give a number"),
+        ({"position_ids": torch.arange(8)}, r"position_ids has shape \(8,\), but input_ids has \(1, 9\)"),
+        (
+            {"position_ids": torch.arange(9.0)},
+            r"position_ids is a tensor of torch.float32, but holds whole numbers: pass position_ids.long",
+        ),
+        ({"seq_idx": torch.zeros(2, 9).int()}, r"seq_idx has shape \(2, 9\), but input_ids has \(1, 9\)"),
+        ({"attention_mask": [[1] * 9]}, r"attention_mask is a list.*return_tensors=\"pt\""),
+        ({"attention_mask": torch.ones(9)}, r"attention_mask has shape \(9,\).*: pass attention_mask\[None\]"),
+    ],
+)
+def test_a_part_of_another_type_or_shape_is_one_clear_line(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}") as refused:
+        prepared({"input_ids": IDS[None], **fields}, None)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+
+
+def test_positions_may_be_one_row_for_all_rows() -> None:
+    for positions in (torch.arange(4), torch.arange(4)[None]):
+        assert read_batch({"input_ids": IDS[:8].view(2, 4), "position_ids": positions}).lengths == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        (
+            {"idx": IDS},
+            NotImplementedError,
+            r"holds idx, which .*, drop it before or in the collator: batch.pop\('idx'\)$",
+        ),
+        ({"idx": 1, "a": 2}, NotImplementedError, r"holds a, idx, .*: batch.pop\('a'\), batch.pop\('idx'\)$"),
+        ({"input_ids": None, "tokens": IDS}, ValueError, r"has no input_ids.*; it holds tokens: give .*'input_ids'"),
+        ({"input_ids": None}, ValueError, r"has no input_ids.*; it holds nothing"),
+    ],
+)
+def test_other_parts_have_a_way_out(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=rf"^the batch {words}"):
+        prepared({"input_ids": IDS[None], **fields}, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a dict with input_ids; got a tensor of shape \(9,\)"):
+        prepared(IDS, None)  # type: ignore[arg-type]
+
+
+def test_ranks_with_and_without_labels_are_refused_on_all_of_them(pool: RankPool) -> None:
+    """Otherwise the ranks without labels would silently train on prompts too."""
+    for said in pool.run(labels_of_some_ranks, "a document", ranks=2):
+        assert said.startswith("the batch of rank 0 has labels and that of rank 1 has none, so rank 1 would train on")
+    assert pool.run(labels_of_some_ranks, "no documents", ranks=2) == ["3 labels"] * 2
+    assert pool.run(labels_of_some_ranks, "none has", ranks=2) == ["14 labels"] * 2
 
 
 def test_packing_without_positions_is_one_clear_line() -> None:

@@ -8,6 +8,7 @@ from the transfers with the formulas of the design, and compared with closed for
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -755,10 +756,50 @@ def test_token_tolerance_needs_a_choice_of_tokens() -> None:
             planner([40], **call)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ring:2", "usp:2,1"])
-def test_a_fixed_layout_refuses_strategies_of_several_groups(strategy: str) -> None:
-    with pytest.raises(ValueError, match="this strategy must span all 4 ranks"):
-        Planner(8, 2, 8, cluster=cluster("h100", 1, 4), strategy=strategy)([40], layout="contiguous")
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("dp", "dp keeps documents whole on one rank"),
+        ("ring:2", "ring:2 keeps documents inside groups of 2 ranks"),
+        ("usp:2,1", "usp:2,1 keeps documents inside groups of 2 ranks"),
+    ],
+)
+def test_a_fixed_layout_refuses_strategies_of_several_groups(strategy: str, message: str) -> None:
+    machine = cluster("h100", 1, 4)
+    way_out = r'but with a fixed layout all 4 ranks hold .*: use strategy="blocks", or layout="free"$'
+    with pytest.raises(ValueError, match=f"^{message}, {way_out}"):
+        Planner(8, 2, 8, cluster=machine, strategy=strategy)([40], layout="contiguous")
+    Planner(8, 2, 8, cluster=machine, strategy="blocks")([40], layout="contiguous")
+    Planner(8, 2, 8, cluster=machine, strategy=strategy)([40], layout="free")
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "call", "message"),
+    [
+        ((4, 2), 3, {}, r"degrees that do and split 4 query and 2 KV heads: \[1\]$"),
+        ((12, 4), 12, {}, r"degrees that do and split 12 query and 4 KV heads: \[1, 2, 4, 12\]$"),
+        ((12, 4), 12, {"layout": "contiguous"}, r"KV heads: \[12\]$"),
+        ((4, 2), 3, {"layout": "contiguous"}, r"into groups; use blocks$"),
+    ],
+)
+def test_only_degrees_that_are_accepted_are_listed(
+    heads: tuple[int, int], ranks: int, call: dict[str, Any], message: str
+) -> None:
+    """Here 3 divides the 3 ranks but not the 4 heads, and 3 and 6 the 12 query heads but not the 4 KV heads."""
+
+    def plan(degree: int) -> None:
+        Planner(*heads, 8, cluster=cluster("h100", 1, ranks), strategy=f"ulysses:{degree}")([50], **call)
+
+    with pytest.raises(ValueError, match=message) as refused:
+        plan(5)
+    listed = re.search(r"\[(.*)\]", str(refused.value))
+    accepted = [] if listed is None else [int(degree) for degree in listed[1].split(", ")]
+    for degree in range(1, ranks + 1):
+        if degree in accepted:
+            plan(degree)
+        else:
+            with pytest.raises(ValueError, match=rf"ulysses:{degree} "):
+                plan(degree)
 
 
 def test_a_scattered_layout_refuses_static_strategies() -> None:

@@ -228,6 +228,11 @@ def test_a_file_of_lengths_is_not_read_as_text(tmp_path: Path) -> None:
     assert str(documents.cut(82)).startswith("82 of 82 steps end inside"), "all borders from 50 to 4,100 lie in one"
     assert "(1 of the file's 3 documents)" in str(documents.cut(82))
     assert "(2 of the file's 3 documents)" in str(documents.cut(83)), "token 4,150 is in the first again"
+    for tokens in (4096, 4100):
+        assert str(Documents(f"@{file}", tokens, 256).cut(1)).endswith(
+            "; none is longer than a step (4096 tokens at most), and more --tokens cut a smaller share of them"
+        )
+    assert str(Documents(f"@{file}", 4095, 256).cut(1)).endswith("--tokens of at least the longest, 4096, cuts fewer")
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "a"}\n')
     result = CliRunner().invoke(app, ["train", "--data", str(lines)])

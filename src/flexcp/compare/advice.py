@@ -36,6 +36,7 @@ from flexcp.compare.epoch_memory import EpochMemory, epoch_memory
 from flexcp.compare.static_choice import first_of_fastest, spread_over
 from flexcp.cost import CostModel
 from flexcp.data.lengths import batch_tokens, cut_batches, left_out_words
+from flexcp.io.decimals import beside
 from flexcp.masks import Mask
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
@@ -176,6 +177,10 @@ class Advice:
         """Return how many times as fast as ``static`` an answer is."""
         return self.static.total_ns / answer.total_ns
 
+    def times(self, ratio: float) -> str:
+        """Return a ratio of speeds for a message: two digits after the point, more if it is close to the margin."""
+        return beside(1 + self.margin, ratio, 2)
+
     @property
     def runs_it_today(self) -> bool:
         """Whether the user already runs flexcp's loader with the strategy of *free*."""
@@ -225,13 +230,13 @@ class Advice:
         """
         swap, free = self.swap, self.free
         if self.runs_it_today and self.verdict == "static":
-            other = "does not fit" if swap is None else f"({self.gain(swap):.2f} times its speed) does not pay"
+            other = "does not fit" if swap is None else f"({self.times(self.gain(swap))} times its speed) does not pay"
             return f"The loader with {free.name} is what you run today; the swap {other}."
-        loader = f"the loader ({self.gain(free):.2f} times the speed of {self.static.name})"
+        loader = f"the loader ({self.times(self.gain(free))} times the speed of {self.static.name})"
         if swap is None:
             pays = "does not pay beyond the model's error" if self.verdict == "static" else "pays"
             return f"The swap does not fit; {loader} {pays}."
-        swapped = f"the swap ({self.gain(swap):.2f} times)"
+        swapped = f"the swap ({self.times(self.gain(swap))} times)"
         if self.verdict == "static":
             return f"Neither {loader} nor {swapped} pays beyond the model's error."
         if self.sure(free) and self.sure(swap):

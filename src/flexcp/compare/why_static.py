@@ -10,6 +10,7 @@ and ends with a remedy for the largest part of the best plan.
 from __future__ import annotations
 
 from flexcp.compare.advice import Advice, Answer
+from flexcp.io.decimals import beside
 
 SMALL_SHARE = 0.05
 """If attention takes less than this share of the step (0 to 1), there is nothing to gain."""
@@ -38,7 +39,7 @@ def why_static(advice: Advice) -> str:
         )
     times = static.total_ns / bound
     if times <= 1 + advice.margin:
-        longer = f"{100 * max(0.0, times - 1):.0f} % longer"
+        longer = f"{beside(100 * advice.margin, 100 * max(0.0, times - 1), 0)} % longer"
         return f"{static.name} takes only {longer} on these documents than all compute divided perfectly over the ranks"
     attention = static.share("attention") + static.share("wait")
     if attention < SMALL_SHARE:

@@ -15,6 +15,14 @@ from flexcp.masks import window_of_tree as _left_of_tree
 from flexcp.masks.tree import NAME as TREE
 
 
+class MissingMask(ValueError):  # noqa: N818 - says what is missing
+    """A layer has a window that no mask of the plan has; ``what`` is the message without its way out."""
+
+    def __init__(self, what: str, way_out: str) -> None:
+        super().__init__(f"{what}; {way_out}")
+        self.what = what
+
+
 def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
     """Return the index in ``batch.masks`` of the mask with this name or window; without either, of the only mask.
 
@@ -34,7 +42,7 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
         raise ValueError(f"a layer's mask is given by its name or its window; got mask={name!r} and window={window}")
     found = [mask for mask in batch.masks if _has_window(mask, window, batch)]
     if not found:
-        raise ValueError(_missing(batch, window))
+        raise _missing(batch, window)
     if len(found) > 1:
         raise ValueError(
             f"{_called(window)} could be {' or '.join(repr(m.name) for m in found)} of this plan; say which by mask=..."
@@ -99,11 +107,11 @@ def _listed(batch: Batch) -> str:
     )
 
 
-def _missing(batch: Batch, window: int) -> str:
-    """Return the message for a window that no mask of the plan has."""
+def _missing(batch: Batch, window: int) -> MissingMask:
+    """Return the exception for a window that no mask of the plan has."""
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
-    return (
-        f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': "
-        f"(flexcp.causal(), layers), 'window': (flexcp.window(keys - 1), layers)}}, here {wanted}; a tree takes its "
-        "window by flexcp.tree(..., left=keys - 1)"
+    return MissingMask(
+        f"{_called(window)} has no mask in this plan, which has {_listed(batch)}",
+        "plan with masks={'full': (flexcp.causal(), layers), 'window': (flexcp.window(keys - 1), layers)}, here "
+        f"{wanted}; a tree takes its window by flexcp.tree(..., left=keys - 1)",
     )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.executor.arguments import named_kind, refuse_unsigned
 from flexcp.executor.local_rows import refuse_shifted
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of, next_in_document
 
@@ -45,6 +46,8 @@ class Collated:
     lengths: list[int]
     keep: Tensor
     """``[rows, columns]``: True at the places of the collator's batch that hold the tokens, in row order."""
+    labelled: bool
+    """Whether the batch has labels; without them the tokens themselves are the labels."""
 
     def put_back(self, values: Tensor) -> Tensor:
         """Return values of the tokens, ``[T, ...]``, at the tokens' places in the batch, ``[rows, columns, ...]``.
@@ -56,11 +59,23 @@ class Collated:
 
 
 def refuse_unknown(batch: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError if a batch has parts that are not in :data:`KNOWN` and not None."""
-    unknown = {name for name in set(batch) - KNOWN if batch[name] is not None}
+    """Raise if a batch has no ``input_ids`` (ValueError), or parts that are not in :data:`KNOWN` (NotImplementedError).
+
+    Parts that are None do not count.
+    """
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is what a collator returns, a dict with input_ids; got {named_kind(batch)}")
+    held = sorted(name for name in batch if batch[name] is not None)
+    if "input_ids" not in held:
+        raise ValueError(
+            "the batch has no input_ids, by which ranks tell each other their documents; it holds "
+            f"{', '.join(held) or 'nothing'}: give the token ids as batch['input_ids'], [rows, columns]"
+        )
+    unknown = [name for name in held if name not in KNOWN]
     if unknown:
         raise NotImplementedError(
-            f"the batch holds {', '.join(sorted(unknown))}, which flexcp would not know how to shard"
+            f"the batch holds {', '.join(unknown)}, which flexcp does not know how to shard; if the model trains "
+            f"without it, drop it before or in the collator: {', '.join(f'batch.pop({name!r})' for name in unknown)}"
         )
 
 
@@ -68,9 +83,10 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
     """Read the documents of a collator's batch: remove padding, find where documents begin, and shift labels.
 
     Without labels the tokens themselves are the labels. Raise NotImplementedError for a mask that is not a padding
-    mask, and ValueError if parts of the batch contradict each other, if nothing says where documents end, or if the
-    labels are already shifted.
+    mask, and ValueError if parts of the batch have wrong types or shapes or contradict each other, if nothing says
+    where documents end, or if the labels are already shifted.
     """
+    _check_parts(batch)
     ids = batch["input_ids"]
     labels = ids if batch.get("labels") is None else batch["labels"]
     mask = batch.get("attention_mask")
@@ -97,7 +113,53 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
         _warn_of_labels_of_padding(labels[~keep])
     tokens, kept = ids[keep], labels[keep]
     refuse_shifted(tokens, kept, next_in_document(tokens, lengths), IGNORE, "flexcp")
-    return Collated(tokens, next_in_document(kept, lengths), lengths, keep)
+    return Collated(tokens, next_in_document(kept, lengths), lengths, keep, batch.get("labels") is not None)
+
+
+def _check_parts(batch: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all parts are tensors of whole numbers, of the shape of ``input_ids`` or its rows.
+
+    An ``attention_mask`` may have any dtype, and one of a wrong shape, such as 4-D, is left to :func:`read_batch`.
+    """
+    parts = ("input_ids", "labels", "attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
+    given = {name: batch[name] for name in parts if batch.get(name) is not None}
+    for name, part in given.items():
+        if not isinstance(part, Tensor):
+            by_tokenizer = 'let the tokenizer or collator return them (return_tensors="pt")'
+            way = f"pass torch.tensor({name})" if name == "cu_seq_lens_q" else by_tokenizer
+            raise ValueError(f"{name} is {named_kind(part)}, but a batch holds tensors: {way}")
+        odd = part.is_floating_point() or part.is_complex() or part.dtype == torch.bool
+        if odd and part.numel() and name != "attention_mask":
+            raise ValueError(f"{name} is a tensor of {part.dtype}, but holds whole numbers: pass {name}.long()")
+    ids = given.pop("input_ids")
+    if ids.dim() != 2:
+        way = "input_ids[None]" if ids.dim() == 1 else "a row of token ids for each sample"
+        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, but a batch has [rows, columns]: pass {way}")
+    borders = given.pop("cu_seq_lens_q", None)
+    if borders is not None and borders.dim() != 1:
+        way = "cu_seq_lens_q[0]" if len(borders.shape) == 2 and len(borders) == 1 else "those of all rows end to end"
+        raise ValueError(f"cu_seq_lens_q has shape {tuple(borders.shape)}, but is one list of borders: pass {way}")
+    if "labels" in given:
+        refuse_unsigned(given["labels"], "the batch")
+    for name, part in given.items():
+        _check_shape(name, part, ids)
+
+
+def _check_shape(name: str, part: Tensor, ids: Tensor) -> None:
+    """Raise ValueError unless a part has a number for each token; positions and ``seq_idx`` may be one row for all."""
+    if part.shape == ids.shape:
+        return
+    if name in ("position_ids", "seq_idx") and tuple(part.shape) in ((1, ids.shape[1]), (ids.shape[1],)):
+        return
+    if (1, *part.shape) == tuple(ids.shape):
+        way = f"pass {name}[None]"
+    elif name == "attention_mask":
+        return
+    elif name == "labels":
+        way = "give each token its own label, not shifted, or -100"
+    else:
+        way = "give a number for each token"
+    raise ValueError(f"{name} has shape {tuple(part.shape)}, but input_ids has {tuple(ids.shape)}: {way}")
 
 
 def _warn_of_labels_of_padding(labels: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
-from flexcp.executor.arguments import check_ids, refuse_unsigned
+from flexcp.executor.arguments import check_ids, named_kind, refuse_unsigned
 from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.losses.averaging import Gradients
@@ -73,6 +73,11 @@ def turn_on(
     says that you adapted those layers, with ``step.relayout`` and ``step.restore``; flexcp cannot check it.
     """
     model = _inside(model)
+    if not hasattr(model, "is_backend_compatible"):
+        raise ValueError(
+            f"turn_on takes a model of Transformers; got {named_kind(model)}: in layers of your own, call "
+            "flexcp.attention"
+        )
     if not model.is_backend_compatible():
         raise NotImplementedError(
             f"{type(model).__name__} does not take its attention from Transformers' AttentionInterface, so flexcp "
@@ -328,5 +333,10 @@ def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[s
 
 
 def _inside(model: Any) -> Any:
-    """Return the model inside a DDP wrapper, or the model itself if there is none."""
+    """Return the model inside a DDP wrapper, or the model itself if there is none; raise ValueError for a class."""
+    if isinstance(model, type):
+        name = model.__name__
+        raise ValueError(
+            f"{name} is a class, not a model: make one, {name}(config) or {name}.from_pretrained(...), and pass that"
+        )
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flexcp.executor.arguments import ranks_of_run
 from flexcp.executor.attention import attention
+from flexcp.executor.layer_masks import MissingMask
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_layers import CHUNKED, refuse_growing_rope, refuse_other_layers
@@ -50,6 +51,11 @@ ELSEWHERE = frozenset(
     }
 )
 """Keywords that reach attention functions but are meant for other parts of a model."""
+WITH_MASKS = (
+    "plan with the masks of the model's layers: planner(lengths, masks=huggingface.masks(model.config)), or "
+    "prepared(batch, planner, masks=huggingface.masks(model.config)); for trees huggingface.masks(model.config, mask)"
+)
+"""How to plan the masks of a model's layers, for messages."""
 
 
 def flexcp_attention(
@@ -110,11 +116,34 @@ def flexcp_attention(
     else:
         q = retuned(module, q, len(q), step.row_positions)
     layer: dict[str, Any] = {"mask": chunks_named(chunk)} if chunk else {"window": sliding_window or 0}
-    out = attention(q, k, v, step, scale=scaling, softcap=softcap, sinks=sinks, **layer)
-    assert isinstance(out, Tensor)
+    if not torch.compiler.is_compiling():
+        _refuse_missing_chunks(step, layer.get("mask"))
+    out = _attended(q, k, v, step, scale=scaling, softcap=softcap, sinks=sinks, **layer)
     if query.shape[2] == 1 and step.local_tokens == 0:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[None], None
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, step: Step, **options: Any) -> Tensor:
+    """Run :func:`flexcp.attention`; if the plan lacks the window of a layer, say how the model's masks are planned."""
+    if torch.compiler.is_compiling():
+        out = attention(q, k, v, step, **options)
+    else:
+        try:
+            out = attention(q, k, v, step, **options)
+        except MissingMask as error:
+            raise ValueError(f"{error.what}; {WITH_MASKS}") from None
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _refuse_missing_chunks(step: Step, name: str | None) -> None:
+    """Raise ValueError if ``name`` is that of a layer's chunks and the plan has no mask of that name."""
+    names = [mask.name for mask in step.plan.batch.masks]
+    if name is not None and name not in names:
+        had = ", ".join(map(repr, names))
+        with step.collectives.checking("attention"):
+            raise ValueError(f"a layer with {name!r} has no mask in this plan, which has {had}; {WITH_MASKS}")
 
 
 def chunks_named(size: int) -> str:

@@ -73,13 +73,15 @@ def prepared(
     ``options`` go to the planner's call (``masks=``, ``tokens=``).
 
     A batch without ``labels`` is trained on every next token, prompts included. To train on answers alone, let the
-    collator return labels that are not shifted, with -100 at tokens that are not to be predicted.
+    collator return labels that are not shifted, with -100 at tokens that are not to be predicted. ValueError is raised
+    on every rank if some ranks have labels and others have none. A model with window layers needs its masks:
+    ``prepared(..., masks=huggingface.masks(model.config))``.
     """
     refuse_unknown(batch)
     found = read_batch(batch)
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    rows = share(found.tokens, found.labels, found.lengths, planner, group, **options)
+    rows = share(found.tokens, found.labels, found.lengths, planner, group, labelled=found.labelled, **options)
     valid = (rows.labels != IGNORE).sum()
     dist.all_reduce(valid, group=group if isinstance(group, dist.ProcessGroup) else group.get_group())
     return keywords_of(rows, valid, gradients)

@@ -81,21 +81,41 @@ def share(
     planner: Callable[..., Plan],
     group: dist.ProcessGroup | DeviceMesh,
     /,
+    labelled: bool = True,
     **options: Any,
 ) -> Rows:
     """Return this rank's rows of the batch that all ranks of ``group`` loaded together.
 
     ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``, and ``lengths`` the tokens of
-    each document. ``options`` go to the call of ``planner``, a :class:`flexcp.Planner` or a function with the same
-    call. Every rank of the group calls this.
+    each document. ``labelled`` tells whether this rank's labels are given, and not its own next tokens for want of
+    labels. ``options`` go to the call of ``planner``, a :class:`flexcp.Planner` or a function with the same call. Every
+    rank of the group calls this. Raise ValueError on all of them if some have labels and others have none.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
-    parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
+    of_documents, marks = (torch.tensor(x, dtype=torch.int64, device=tokens.device) for x in (lengths, [int(labelled)]))
+    *parts, marked = gathered([of_documents, tokens, labels, marks], process_group)
+    _refuse_some_labels([bool(mark) for mark in marked], [len(part) > 0 for part in parts[0]])
     all_lengths, stream, all_labels = (torch.cat(part) for part in parts)
     step = bind(planner(all_lengths.tolist(), **options), process_group)
     ends = list(accumulate(len(part) for part in parts[1]))
     loaded = tuple(range(start, stop) for start, stop in pairwise([0, *ends]))
     return replace(rows_of(step, stream, all_labels), loaded=loaded)
+
+
+def _refuse_some_labels(labelled: Sequence[bool], loaded: Sequence[bool]) -> None:
+    """Raise ValueError if some ranks have labels and others have none.
+
+    ``labelled`` and ``loaded`` tell for each rank whether it has labels and documents; ranks without documents do not
+    count.
+    """
+    ranks = [[rank for rank, mark in enumerate(labelled) if loaded[rank] and mark is kind] for kind in (True, False)]
+    if all(ranks):
+        given, missing = ranks[0][0], ranks[1][0]
+        raise ValueError(
+            f"the batch of rank {given} has labels and that of rank {missing} has none, so rank {missing} would train "
+            "on every next token, prompts included: give labels on all ranks (not shifted, -100 at tokens that are not "
+            "to be predicted) or on none"
+        )
 
 
 def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:

@@ -106,7 +106,7 @@ class SharedForward:
         batch = read_batch({name: value for name, value in keywords.items() if name in KNOWN})
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
-        rows = share(batch.tokens, batch.labels, batch.lengths, self.planner, group)
+        rows = share(batch.tokens, batch.labels, batch.lengths, self.planner, group, labelled=batch.labelled)
         given = {name: value for name, value in keywords.items() if name in PASSED_ON}
         given |= {
             "input_ids": rows.tokens[None],

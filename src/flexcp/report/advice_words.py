@@ -28,7 +28,7 @@ def advice_words(advice: Advice) -> Paragraphs:
 
 def gain_words(advice: Advice, answer: Answer) -> str:
     """Return the gain of an answer and what it is relative to, such as "1.35 times the speed of ring"."""
-    return f"{advice.gain(answer):.2f} times the speed of {advice.static.name}"
+    return f"{advice.times(advice.gain(answer))} times the speed of {advice.static.name}"
 
 
 def how_sure(advice: Advice) -> str:
@@ -192,7 +192,8 @@ def _todo(advice: Advice) -> list[str]:
         ]
     q, answer = advice.question, advice.chosen
     what = (
-        f'Swap attention, with layout="contiguous"; the loader would not add {100 * advice.margin:g} %.'
+        f'Swap attention, with layout="contiguous"; the loader would not add {100 * advice.margin:g} % '
+        f"({advice.times(answer.total_ns / advice.free.total_ns)} times the speed of the swap)."
         if advice.verdict == "swap"
         else f'Use flexcp\'s loader (layout="free") with strategy="{answer.name}".'
     )

@@ -74,10 +74,16 @@ class Documents:
         if not len(cut):
             return None
         found = len(np.unique(np.searchsorted(ends, cut, side="right")))
+        longest = max(self.lengths)
+        way_out = (
+            f"--tokens of at least the longest, {longest}, cuts fewer"
+            if self.tokens < longest
+            else f"none is longer than a step ({longest} tokens at most), and more --tokens cut a smaller share of them"
+        )
         return (
             f"{len(cut)} of {count_of(steps, 'step')} {'ends' if len(cut) == 1 else 'end'} inside a document, which is "
             f"cut there, each part a document of its own ({found} of the file's {count_of(len(ends), 'document')}); "
-            f"--tokens of at least the longest, {max(self.lengths)}, cuts fewer"
+            f"{way_out}"
         )
 
     def repeats(self, steps: int) -> str | None:

@@ -51,22 +51,22 @@ def dp(request: Request) -> Placement:
     """Place a batch with plain data parallelism: no document is cut, and nothing is sent."""
     if _degrees(request):
         raise ValueError(f"dp takes no degree; got 'dp:{request.argument}'")
-    return _placed(request, [((r,),) for r in range(request.ranks)], "needed", _whole)
+    return _placed(request, [((r,),) for r in range(request.ranks)], "needed", _whole, "dp")
 
 
 def ring(request: Request) -> Placement:
     """Place a batch in rings: every document in consecutive parts, one for each rank of a ring; keys travel round."""
-    return _placed(request, _columns(request, "ring"), "ring", _consecutive)
+    return _placed(request, _columns(request, "ring"), "ring", _consecutive, "ring")
 
 
 def zigzag(request: Request) -> Placement:
     """Place a batch in rings of d ranks: every document in 2d parts, the i-th and the i-th from the end on rank i."""
-    return _placed(request, _columns(request, "zigzag"), "ring", _zigzag)
+    return _placed(request, _columns(request, "zigzag"), "ring", _zigzag, "zigzag")
 
 
 def allgather(request: Request) -> Placement:
     """Place a batch with gathered keys: packed documents in equal parts, all keys of a group sent to all its ranks."""
-    return _placed(request, _columns(request, "allgather"), "gather", _packed)
+    return _placed(request, _columns(request, "allgather"), "gather", _packed, "allgather")
 
 
 def ulysses(request: Request) -> Placement:
@@ -74,10 +74,10 @@ def ulysses(request: Request) -> Placement:
 
     Raise Refused if the heads cannot be divided by the degree.
     """
-    degree = _degree(request, "ulysses")
+    degree = _degree(request, "ulysses", splits_heads=True)
     _check_split(request.shape, degree, f"ulysses:{degree}")
     grids: list[Grid] = [(tuple(range(g, g + degree)),) for g in range(0, request.ranks, degree)]
-    return _placed(request, grids, "ring", _packed)
+    return _placed(request, grids, "ring", _packed, "ulysses")
 
 
 def usp(request: Request) -> Placement:
@@ -103,7 +103,7 @@ def usp(request: Request) -> Placement:
     grids = [
         tuple(tuple(base + i * u + j for j in range(u)) for i in range(r)) for base in range(0, request.ranks, u * r)
     ]
-    return _placed(request, grids, "ring", _zigzag)
+    return _placed(request, grids, "ring", _zigzag, "usp")
 
 
 # --- how a group's documents are cut into ring positions --------------------------------------------------------------
@@ -160,20 +160,22 @@ Cutter = Callable[[Ints, Ints, int], list[Ranges]]
 """A function of the starts and lengths of documents and the number of ring positions: the ranges of each position."""
 
 
-def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
+def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter, name: str) -> Placement:
     """Return the placement of a static method whose groups are ``grids`` of ranks, ``[ring position][head group]``.
 
     ``cutter`` divides the documents of a group over the ring positions (rows of its grid), and the tokens of a position
     are divided evenly over its ranks. All ranks of a position compute its rows, each for its head group. ``traffic`` is
-    a kind of :class:`~flexcp.plan.placement.Traffic`.
+    a kind of :class:`~flexcp.plan.placement.Traffic`. ``name`` is the strategy, for messages.
     """
     refuse_tolerances(request)
     batch = request.batch
     if request.layout is not None:
         if len(grids) > 1 or cutter is _whole:
+            strategy = f"{name}:{_degrees(request)}" if _degrees(request) else name
+            keeps = "whole on one rank" if cutter is _whole else f"inside groups of {request.ranks // len(grids)} ranks"
             raise Refused(
-                "with a fixed layout every rank holds tokens of any document, so this strategy must span all "
-                f"{request.ranks} ranks; drop its degree, or use blocks"
+                f"{strategy} keeps documents {keeps}, but with a fixed layout all {request.ranks} ranks hold tokens of "
+                'any document: use strategy="blocks", or layout="free"'
             )
         runs = runs_of_maps(request.layout)
         pads = 0
@@ -240,11 +242,12 @@ def _degrees(request: Request) -> str:
     return request.argument.removesuffix(BY_LOAD)
 
 
-def _degree(request: Request, name: str) -> int:
+def _degree(request: Request, name: str, splits_heads: bool = False) -> int:
     """Return the degree (ranks of a group) that the argument gives, or the number of all ranks.
 
-    Raise ValueError if it is no number, Refused if it does not divide the ranks. ``name`` is the strategy, for
-    messages.
+    Raise ValueError if it is no number, Refused if it does not divide the ranks; the message then lists the degrees
+    that would be accepted. ``name`` is the strategy, and ``splits_heads`` tells whether the degree must also divide
+    heads, which is left to :func:`_check_split`.
     """
     if not _degrees(request):
         return request.ranks
@@ -253,9 +256,21 @@ def _degree(request: Request, name: str) -> int:
     except ValueError:
         raise ValueError(f"{name} takes a degree, as in {name}:4; got '{name}:{request.argument}'") from None
     if degree < 1 or request.ranks % degree:
+        shape = request.shape
         fits = [d for d in range(1, request.ranks + 1) if request.ranks % d == 0]
-        raise Refused(f"{name}:{degree} does not divide the {request.ranks} ranks into groups; degrees that do: {fits}")
+        if splits_heads:
+            fits = [d for d in fits if shape.heads % d == 0 and _splits_kv_heads(shape, d)]
+        if request.layout is not None:  # then groups of fewer ranks are refused
+            fits = [d for d in fits if d == request.ranks]
+        also = f" and split {shape.heads} query and {shape.kv_heads} KV heads" if splits_heads else ""
+        out = f"degrees that do{also}: {fits}" if fits else "use blocks"
+        raise Refused(f"{name}:{degree} does not divide the {request.ranks} ranks into groups; {out}")
     return degree
+
+
+def _splits_kv_heads(shape: Shape, split: int) -> bool:
+    """Return whether KV heads can be split into ``split`` groups, or each be given to as many groups as the others."""
+    return not shape.kv_heads % split or not split % shape.kv_heads
 
 
 def _check_split(shape: Shape, split: int, name: str) -> None:
@@ -265,7 +280,7 @@ def _check_split(shape: Shape, split: int, name: str) -> None:
             f"{name} splits {shape.heads} query heads over {split} ranks, which does not divide; "
             "use a divisor of the heads, usp, or a strategy that moves keys (zigzag, blocks)"
         )
-    if shape.kv_heads % split and split % shape.kv_heads:
+    if not _splits_kv_heads(shape, split):
         raise Refused(
             f"{name} splits {shape.kv_heads} KV heads over {split} ranks; one must divide the other. "
             "Use usp, or a strategy that moves keys (zigzag, blocks)"
