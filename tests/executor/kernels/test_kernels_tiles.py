@@ -91,6 +91,8 @@ def test_lists_cover_every_pair_once(
 ) -> None:
     slices = slices_of(parts, keys_at)
     for table, want in ((slices, dense(slices)), (transposed(slices), dense(slices).T)):
+        compact = tile_list(table, height, block, compact=True)
+        assert np.array_equal(replay(compact, block, want.shape), want)
         made = tile_list(table, height, block)
         assert np.array_equal(replay(made, block, want.shape), want)
         assert np.diff(made.tiles[:, :2]).max() <= height
@@ -121,14 +123,17 @@ def test_branches_of_trees_are_covered_once(segments: list[tuple[int, int]], hei
         path.append(number)
     slices = masks.tree(parents, [n for _, n in segments]).slices(sum(n for _, n in segments))
     for table, want in ((slices, dense(slices)), (transposed(slices), dense(slices).T)):
-        made = tile_list(table, height, block)
+        made = tile_list(table, height, block, compact=True)
         assert np.array_equal(replay(made, block, want.shape), want)
+        plain = tile_list(table, height, block)
+        assert np.array_equal(replay(plain, block, want.shape), want)
+        assert len(made.tiles) <= len(plain.tiles)
 
 
 def test_a_branch_that_continues_another_is_walked_with_it() -> None:
     # Keys 0 to 29 are one chain of three segments. Rows 30 to 39 branch off the first, so they do not see 10 to 29.
     slices = masks.tree([-1, 0, 1, 0], [10, 10, 10, 10]).slices(40)
-    made = tile_list(slices, 10, 8)
+    made = tile_list(slices, 10, 8, compact=True)
     keys = {int(tile[0]): made.entries[tile[2] : tile[3], [0, 3]].tolist() for tile in made.tiles}
     assert keys == {0: [[0, 10]], 10: [[0, 20]], 20: [[0, 30]], 30: [[0, 10], [30, 40]]}
 

@@ -2,8 +2,8 @@
 
 A *tile* is a range of rows that one GPU program computes, with all keys that these rows see. No row is in two tiles of
 a list, so one program owns the results of a row (unless long tiles are split: :func:`split`, :func:`segment_list`). The
-keys of a tile are given by *entries*, one for each slice that overlaps the tile; slices with adjacent keys share one
-where their rows and bands allow it. A program walks each entry from its first key in blocks of ``block`` keys:
+keys of a tile are given by *entries*, one for each slice that overlaps the tile. A program walks each entry from its
+first key in blocks of ``block`` keys:
 
     k0 ........ full0 ........ full1 ........ k1        rows q0..q1 of the tile see key k when lo <= k - q <= hi
       edge blocks   clear blocks   edge blocks
@@ -13,9 +13,11 @@ entry's rows, or by its last key. Tiles are sorted longest first, so that a laun
 
 Rows are cut where a slice begins or ends. Adjacent ranges that together fit into a tile are joined, because a
 half-empty tile costs as much as a full one. If the rows of a longer range are no multiple of the tile height, the odd
-rows form a tile at that end of the range whose rows see fewer keys. Where slices are short, as in trees, many tiles
-would be half empty: then rows are cut into full tiles instead, if fewer tiles save more than additional edge blocks
-cost.
+rows form a tile at that end of the range whose rows see fewer keys.
+
+A *compact* list suits trees, whose slices are many and short. Slices with adjacent keys share an entry where their rows
+and bands allow it, and rows are cut into full tiles, whatever slices begin in them, if that saves more than additional
+edge blocks cost.
 
 For dk and dv the roles are exchanged, and tiles are ranges of keys: the same functions are called with
 :func:`transposed` slices.
@@ -62,30 +64,46 @@ class TileList:
         return self.clear_blocks + self.edge_blocks
 
 
-def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, borders: Ints = NO_BORDERS) -> TileList:
+def tile_list(
+    slices: Ints,
+    height: int,
+    block: int,
+    odd_clear: bool = True,
+    borders: Ints = NO_BORDERS,
+    compact: bool = False,
+) -> TileList:
     """Cut slices into tiles of at most ``height`` rows, with keys in blocks of ``block``.
 
     No tile has rows on both sides of one of ``borders``. Without ``odd_clear``, tiles of fewer than ``height`` rows
-    have only edge blocks, for kernels that must mask the missing rows. Raises ValueError if row numbers do not fit into
-    int32.
+    have only edge blocks, for kernels that must mask the missing rows. With ``compact``, slices with adjacent keys
+    share an entry, and short slices share tiles. Raises ValueError if row numbers do not fit into int32.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]
     if len(slices) and int(slices[:, [Q1, K1]].max()) >= 1 << 31:
         raise ValueError(f"a work list counts rows in int32; got row {int(slices[:, [Q1, K1]].max())}")
     start, stop = _tiles(slices, height, borders)
-    made = _cut(slices, start, stop, height, block, odd_clear)
-    start, stop = _full_tiles(slices, height, borders)
-    if len(start) < len(made.tiles):
-        made = min(made, _cut(slices, start, stop, height, block, odd_clear), key=_price)
+    least = 0 if odd_clear else height
+    made = _cut(slices, start, stop, block, least, compact)
+    if compact:
+        start, stop = _full_tiles(slices, height, borders)
+        if len(start) < len(made.tiles):
+            made = min(made, _cut(slices, start, stop, block, least, compact), key=_price)
     return made
 
 
-def _cut(slices: Ints, start: Ints, stop: Ints, height: int, block: int, odd_clear: bool) -> TileList:
-    """Return the list of the tiles ``start <= row < stop``; the other arguments are those of :func:`tile_list`."""
+def _cut(slices: Ints, start: Ints, stop: Ints, block: int, least: int, compact: bool) -> TileList:
+    """Return the list of the tiles ``start <= row < stop``; only tiles of at least ``least`` rows have clear blocks.
+
+    With ``compact``, slices with adjacent keys share an entry.
+    """
     which, tile = overlaps(slices[:, Q0], slices[:, Q1], start, stop)
-    parts, tile = _joined_keys(_clipped(slices[which], start[tile], stop[tile]), tile)
-    entries = _entries(parts, start[tile], stop[tile], block, 0 if odd_clear else height)
+    parts = _clipped(slices[which], start[tile], stop[tile])
+    order = np.lexsort((parts[:, K0], tile))
+    parts, tile = parts[order], tile[order]
+    if compact:
+        parts, tile = _joined_keys(parts, tile)
+    entries = _entries(parts, start[tile], stop[tile], block, least)
     clear = (entries[:, 2] - entries[:, 1]) // block
     edge = (entries[:, 1] - entries[:, 0]) // block - (entries[:, 2] - entries[:, 3]) // block
     at = offsets(np.bincount(tile, minlength=len(start)).astype(np.int64))
@@ -186,13 +204,11 @@ def _joined_keys(parts: Ints, tile: Ints) -> tuple[Ints, Ints]:
     """Join parts of a tile that have the same rows and adjacent keys, where one band describes both.
 
     Blocks of keys begin anew with every entry, so that a branch of a tree and the branch that it continues, whose keys
-    follow each other, would otherwise be walked in more blocks than their keys fill. Returns the parts with their
-    tiles, sorted by tile and first key.
+    follow each other, would otherwise be walked in more blocks than their keys fill. Takes and returns parts sorted by
+    tile and first key, and the tile of each.
     """
     if not len(parts):
         return parts, tile
-    order = np.lexsort((parts[:, K0], tile))
-    parts, tile = parts[order], tile[order]
     before, after = parts[:-1], parts[1:]
     together = (tile[1:] == tile[:-1]) & (before[:, K1] == after[:, K0])
     together &= (before[:, Q0] == after[:, Q0]) & (before[:, Q1] == after[:, Q1])

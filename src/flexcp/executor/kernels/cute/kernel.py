@@ -87,7 +87,7 @@ class CuteWork(HopperWork):
     def forward_segments(self) -> Segments:
         """Tiles of packed query rows; the list begins all rows of a tile or none of them, and finishes all or none."""
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
-        return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
+        return Segments.of(query_tiles(self.slices, self.share, borders, compact=True), BLOCK, self.device)
 
     def split_tiles(self, programs: int) -> Segments:
         """Return tiles of keys with blocks of packed query rows, long ones split, for at most ``programs`` programs.

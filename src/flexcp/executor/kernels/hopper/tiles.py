@@ -37,12 +37,13 @@ def packed_heads(share: int) -> int:
     return min(share & -share, TILE // 2)
 
 
-def query_tiles(slices: Ints, share: int, borders: Ints = NO_BORDERS) -> TileList:
+def query_tiles(slices: Ints, share: int, borders: Ints = NO_BORDERS, compact: bool = False) -> TileList:
     """Return tiles of packed query rows (a token and a head each), for ``share`` query heads per KV head.
 
-    No tile has rows on both sides of one of ``borders``.
+    No tile has rows on both sides of one of ``borders``. ``compact`` is that of
+    :func:`flexcp.executor.kernels.tiles.tile_list`.
     """
-    return tile_list(slices, TILE // packed_heads(share), BLOCK, borders=borders)
+    return tile_list(slices, TILE // packed_heads(share), BLOCK, borders=borders, compact=compact)
 
 
 def key_tiles(slices: Ints, share: int) -> TileList:
