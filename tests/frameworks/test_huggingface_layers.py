@@ -121,7 +121,9 @@ def test_layers_that_the_user_adapted_run() -> None:
 def test_a_family_of_hybrids_without_other_layers_is_accepted() -> None:
     """Granite 4.0 has models of the type granitemoehybrid whose layers are all attention."""
     config = config_of("GraniteMoeHybridConfig", layer_types=["attention"] * 2, num_local_experts=0, **STATES)
-    huggingface.turn_on(AutoModelForCausalLM.from_config(config))
+    model = AutoModelForCausalLM.from_config(config)
+    huggingface.turn_on(model)
+    assert model.config._attn_implementation == huggingface.NAME
 
 
 def test_a_model_that_lists_no_kinds_is_known_by_its_type() -> None:

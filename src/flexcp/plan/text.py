@@ -84,7 +84,8 @@ def _strip(plan: Plan) -> list[str]:
     ]
     inside = np.diff(np.searchsorted(plan.batch.starts[:-1], edges))
     borders = ["|" if n == 1 else " " if n == 0 else ":" for n in inside]
-    return ["documents  " + "".join(borders), "kept by    " + "".join(owners)]
+    several = f"   ({MANY} for several ranks)" if MANY in owners else ""
+    return ["documents  " + "".join(borders), "kept by    " + "".join(owners) + several]
 
 
 def _rows(plan: Plan) -> list[str]:
@@ -118,7 +119,8 @@ def _rows(plan: Plan) -> list[str]:
     letters = np.array([_letter(found) for found in ranks]).reshape(cells, cells)
     split = bool((plan.placement.regions[0].h0 > 0).any())
     of_what = "who computes its first head" if split else "who computes them"
-    title = f"document {document} ({length} tokens), rows down, keys right, by {of_what}:"
+    several = f" ({MANY} for several ranks)" if (letters == MANY).any() else ""
+    title = f"document {document} ({length} tokens), rows down, keys right, by {of_what}{several}:"
     return [title, *("   " + " ".join(line) for line in letters)]
 
 

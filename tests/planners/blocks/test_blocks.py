@@ -349,7 +349,8 @@ def test_settings_are_searched_where_nobody_set_limits() -> None:
 
 def test_the_smallest_and_the_largest_setting_are_taken() -> None:
     for argument in ("attention=1", "tokens=1000"):
-        blocks(asked(argument))
+        placement = blocks(asked(argument))
+        assert int(placement.tokens.sum()) == int(asked(argument).batch.tokens)
 
 
 def test_settings_are_searched_up_to_a_number_of_documents_and_ranks() -> None:
