@@ -1,4 +1,4 @@
-"""Training steps of a 1B model on one prompt with 16 rollouts, as a tree and as separate packed sequences, on one GPU.
+"""Training steps of a 1.4B model on one prompt with 16 rollouts, as a tree and as packed sequences, on one GPU.
 
     python benchmarks/tree_steps.py                                # prompts of 1,024, 2,048, 4,096 and 8,192 tokens
     python benchmarks/tree_steps.py --prompts 2048 --rollouts 8

@@ -22,6 +22,8 @@ from flexcp.masks import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 LONGEST = 700
+WIDE = 6.0
+"""The factor of queries in half of the cases."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,22 @@ def _random_mask(rng: np.random.Generator, n: int) -> Mask:
         masks.shared_question(1 + a % 5, 0.3),
         masks.causal_blockwise(1 + a % 64, b % 4),
         masks.prefix(a),
+        _random_tree(rng, n),
         # Two bands with a gap, and rows without a key.
         masks.from_slices(n, [(n // 3, n, 0, n // 2, None, -1), (n // 3, n, n // 2, n, -3, 5)]),
     )
     return made[rng.integers(len(made))]
+
+
+def _random_tree(rng: np.random.Generator, n: int) -> Mask:
+    """Draw a tree of ``n`` tokens, of up to 12 segments."""
+    borders = np.unique([0, *rng.integers(0, n, 11), n])
+    parents, path = list[int](), list[int]()
+    for segment in range(len(borders) - 1):
+        path = path[: int(rng.integers(0, len(path) + 1))]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    return masks.tree(parents, np.diff(borders).tolist())
 
 
 def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
@@ -134,7 +148,9 @@ def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
 
-    inputs = [normal(tokens, model.heads, model.head_dim), normal(tokens, model.kv_heads, model.head_dim)]
+    # In half of the cases logits are so far apart that the largest one of a row grows by more than kernels ignore.
+    spread = WIDE if seed & 4 else 1.0
+    inputs = [spread * normal(tokens, model.heads, model.head_dim), normal(tokens, model.kv_heads, model.head_dim)]
     inputs += [normal(tokens, model.kv_heads, model.v_head_dim), normal(model.heads)]
     grads = [normal(tokens, model.heads, model.v_head_dim), normal(tokens, model.heads)]
     sinks = bool(seed & 1) and not model.lists  # sinks apply to the sum of all lists

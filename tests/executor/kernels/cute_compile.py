@@ -20,7 +20,7 @@ def main() -> None:
     cute_kernel.kept = lambda _, compile_now: compile_now()
     for name in sys.argv[1:]:
         if name in BACKWARDS:
-            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name])
+            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name], name != "backward_alone")
         elif name == "before":
             cute_kernel.compiled_before(torch.bfloat16, 4, True)
         elif name == "after":
@@ -30,7 +30,8 @@ def main() -> None:
         else:
             fresh = name == "forward"
             out = torch.bfloat16 if fresh else torch.float32
-            cute_kernel.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh, name == "forward_finishing")
+            finishes = name == "forward_finishing"
+            cute_kernel.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh, finishes, not fresh)
         print(name, flush=True)
 
 

@@ -35,7 +35,9 @@ SEGMENTS = {"trees-rollouts16": (16, 512, 512), "trees-rollouts64": (64, 512, 25
 Lengths are drawn from log-normal distributions whose logarithms have a standard deviation of 0.5.
 """
 TURNS, TURN, RUN = 6, 128, 12
-"""For agents' runs: the depth of a tree, the mean tokens of a turn, and the segments of a tree."""
+"""For agents' runs: about the depth of a tree, the mean tokens of a turn, and the segments of a tree, its task
+included.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _segments(name: str, rng: np.random.Generator) -> tuple[list[int], list[int]
         return [-1] + [0] * rollouts, [prompt] + [rollout] * rollouts
     parents, path = [-1], [0]
     for segment in range(1, RUN):
-        # Half of the turns go on where the last one ended, and half branch off at an earlier one.
+        # Half of the turns go on where the last one ended, up to the depth TURNS; half begin at any turn of its path.
         path = path[: int(rng.integers(1, len(path) + 1))] if rng.random() < 0.5 else path[: TURNS - 1]
         parents.append(path[-1])
         path.append(segment)

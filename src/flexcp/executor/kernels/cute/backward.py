@@ -16,7 +16,8 @@ for more products in flight: if the next block's logits are started early, the c
 Blocks come in segments (:mod:`flexcp.executor.kernels.tiles`) with and without a mask. Each kind has a loop of its own,
 because with a branch between the products and the wait for them the compiler would wait at the branch. A mask is a word
 of bits for each of a thread's two keys; P and dS are zeroed by it when they are rounded, two numbers at a time. Memory
-past the end of a slice or a tile may hold anything, and is zeroed in the buffers.
+past the end of a slice or a tile may hold anything, and is zeroed in the buffers, unless all rows and keys of the
+tensors are known to be in some slice.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -75,13 +76,14 @@ class Backward:
     """The backward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a block.
 
     Sizes and strides are arguments of the call. ``order`` is the order of dq in memory: "rows", "open" or "alone"
-    (:mod:`flexcp.executor.kernels.cute.results`).
+    (:mod:`flexcp.executor.kernels.cute.results`). With ``zeroes`` rows and keys past the end of a slice may hold
+    anything, also NaN.
     """
 
-    def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, order):
+    def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, order, zeroes):
         self.dtype, self.share, self.pack = dtype, share, pack
         self.D, self.V, self.stages, self.softcap = head_dim, v_head_dim, stages, softcap
-        self.order = order
+        self.order, self.zeroes = order, zeroes
 
     @cute.jit
     def __call__(
@@ -501,9 +503,7 @@ class Backward:
             acc_dV.fill(0.0)
             cute.arch.mbarrier_wait(kv_full, kv_phase)
             kv_phase = kv_phase ^ 1
-            # A launch to whose results nothing else adds reads the caller's own tensors: rows past the end of a slice
-            # are other rows or zeros there, and hidden pairs multiply them by 0.
-            if const_expr(self.order != "alone") and key1 - key0 < KEYS:
+            if const_expr(self.zeroes) and key1 - key0 < KEYS:
                 # Both groups read all keys: each zeroes its own half, then they synchronise.
                 zero_from(sK[None, None, wg], key1 - key0 - wg * HALF, thread)
                 cute.arch.barrier(barrier_id=DS_READY, number_of_threads=256)
@@ -514,7 +514,7 @@ class Backward:
                     query, edge, end = mG[segment, 0], mG[segment, 2], mG[segment, 5]
                     last, count = self.last_block(mG, segment)
                     # Only the last block, which is walked first, may reach past the end of the slice.
-                    if const_expr(self.order != "alone") and (end - last) * P < M:
+                    if const_expr(self.zeroes) and (end - last) * P < M:
                         cute.arch.mbarrier_wait(q_full + stage, phase)
                         cute.arch.mbarrier_wait(do_full + stage, phase)
                         zero_from(sQ[None, None, stage], (end - last) * P, thread)

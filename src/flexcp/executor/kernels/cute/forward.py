@@ -11,8 +11,8 @@ that the softmax of one runs beside the products of the other.
 
 Blocks come in segments (:mod:`flexcp.executor.kernels.tiles`) with and without a mask. Each kind has a loop of its own,
 because with a branch between the products and the wait for them the compiler would wait at the branch. Keys past the
-end of a slice may hold anything: their logits are masked, and their values are zeroed in the buffer, except in launches
-with ``fresh``, which read the caller's own tensors.
+end of a slice may hold anything: their logits are masked, and their values are zeroed in the buffer, unless all rows of
+the tensor are known to be in some slice.
 
 If results are added to, the existing ones are read at the end of a tile, into the registers of its last logits, and
 merged by their LSEs (:mod:`flexcp.executor.kernels.cute.merging`). A tile may be a part of a larger one; it then waits
@@ -81,13 +81,16 @@ class Forward:
     """The forward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a tile.
 
     Sizes and strides are arguments of the call. With ``fresh`` results are written and not added to. With ``finishes``
-    rows that no later work list adds to are written in the model's dtype, to another tensor.
+    rows that no later work list adds to are written in the model's dtype, to another tensor. With ``zeroes`` values
+    past the end of a slice may be anything, also NaN.
     """
 
-    def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes):
+    def __init__(
+        self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes, zeroes
+    ):
         self.dtype, self.out_dtype, self.share, self.pack = dtype, out_dtype, share, pack
         self.D, self.V, self.N, self.stages = head_dim, v_head_dim, block, stages
-        self.softcap, self.fresh, self.finishes = softcap, fresh, finishes
+        self.softcap, self.fresh, self.finishes, self.zeroes = softcap, fresh, finishes, zeroes
         self.rounds = finishes or out_dtype is not Float32
 
     @cute.jit
@@ -484,10 +487,10 @@ class Forward:
     def clean(self, sV, v_full, stage, phase, valid, thread, wg):
         """Zero a block's values past the end of its slice, if the block reaches past it.
 
-        Both warp groups do this; they write the same zeros. With ``fresh`` nothing is zeroed: the values past the end
-        are then rows of the caller's tensor, or zeros past its end, where other lists read buffers that may hold NaN.
+        Both warp groups do this; they write the same zeros. Without ``zeroes`` every row of the tensor is in a slice,
+        and zeros are read past its end.
         """
-        if const_expr(not self.fresh) and valid < self.N:
+        if const_expr(self.zeroes) and valid < self.N:
             cute.arch.mbarrier_wait(v_full + stage, phase)
             zero_from(sV[None, None, stage], valid, thread)
             cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
@@ -541,7 +544,8 @@ class Forward:
             new = top[r] if new - top[r] <= LAZY else new
             base = Float32(0.0) if new == -Float32.inf else new
             p = cute.math.exp2(rows[r, None].load() * scale_log2 - base, fastmath=True)
-            decay[r] = cute.math.exp2(top[r] - base, fastmath=True)
+            # A row that saw no key yet has nothing to rescale.
+            decay[r] = Float32(1.0) if top[r] == -Float32.inf else cute.math.exp2(top[r] - base, fastmath=True)
             top[r] = new
             total[r] = p.reduce(cute.ReductionOp.ADD, total[r] * decay[r], 0)
             rows[r, None].store(p)

@@ -39,9 +39,18 @@ from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
-from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part, query_tiles
+from flexcp.executor.kernels.hopper.tiles import (
+    BEYOND_L2,
+    BLOCK,
+    QUERIES,
+    TILE,
+    key_tiles,
+    longest_part,
+    packed_heads,
+    query_tiles,
+)
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
-from flexcp.executor.kernels.tiles import SegmentList, segment_list
+from flexcp.executor.kernels.tiles import SegmentList, segment_list, useful
 from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, base_of, check, multiprocessors, pack_statistics
 from flexcp.masks import Q0, Q1
 
@@ -60,7 +69,16 @@ PARTS, SHORTEST_PART = 2, 64
 :mod:`flexcp.executor.kernels.cute.levelled`.
 """
 
-useful_share = hopper_kernel.useful_share
+
+def useful_share(slices: Ints, share: int, backward: bool) -> float:
+    """Return the fraction of the (query, key) pairs in computed blocks that attend.
+
+    It is an upper bound of the kernel's efficiency. ``share`` is the number of query heads per KV head.
+    """
+    pack = packed_heads(share)
+    if backward:
+        return useful(slices, key_tiles(slices, share), QUERIES // pack * BLOCK)
+    return useful(slices, query_tiles(slices, share, compact=True), TILE // pack * BLOCK)
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
@@ -294,7 +312,8 @@ def forward(
     q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH, rounded))
     programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
     model = (q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None)
-    compiled_forward(*model, settings.fresh, finishes)(
+    zeroes = not (settings.fresh and work.covered_keys == len(k))
+    compiled_forward(*model, settings.fresh, finishes, zeroes)(
         *_addresses(q, k, v, out_THV, lse_TH, rounded, *tables),
         len(q),
         len(k),
@@ -334,7 +353,7 @@ def backward(
     q, k, v, do = _fitting(work, (q_THD, k_TGD, v_TGV, do_THV), (lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV))
     programs, tables = work.backward_tables(programs_of(FAR, settings, work))
     order = "open" if settings.open_dq or settings.fresh else "rows"
-    run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, order)
+    run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, order, True)
     statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
     sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
     run(
@@ -393,7 +412,8 @@ def backward_alone(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     empty = torch.empty if whole and work.covered_keys == len(k) else torch.zeros
     dk, dv = (empty(x.shape, dtype=x.dtype if whole else torch.float32, device=x.device) for x in (k, v))
-    run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, "alone")
+    zeroes = work.covered_keys < len(k)
+    run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, "alone", zeroes)
     tables = (made.tiles, made.segments, work.items(made, programs))
     run(
         *_addresses(q, k, v, do, statistics, sums, dk, dv, *tables),
@@ -438,27 +458,32 @@ def compiled_close(dtype: torch.dtype) -> Any:
 
 @cache
 def compiled_forward(
-    dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool, finishes: bool
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    share: int,
+    pack: int,
+    softcap: bool,
+    fresh: bool,
+    finishes: bool,
+    zeroes: bool,
 ) -> Any:
     """Return the compiled forward kernel of a model; the arguments mean what they do in :class:`Forward`."""
-    kind, out, key = TYPES[dtype], TYPES[out_dtype], (dtype, out_dtype, share, pack, softcap, fresh, finishes)
-    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh, finishes)
+    kind, out = TYPES[dtype], TYPES[out_dtype]
+    key = (dtype, out_dtype, share, pack, softcap, fresh, finishes, zeroes)
+    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh, finishes, zeroes)
     pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4), _pointer(kind)] + [_pointer(Int32)] * 3
     numbers = [Int32(1)] * 4 + [Int64(8)] * 12 + [Float32(1.0), Float32(1.0), Int32(1)]
     return _compiled(kernel, pointers, numbers, "forward", *key)
 
 
 @cache
-def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, order: str) -> Any:
-    """Return the compiled backward kernel of a model.
-
-    ``order`` is the order of dq in memory: "rows", "open" or "alone" (:mod:`flexcp.executor.kernels.cute.results`).
-    """
+def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, order: str, zeroes: bool) -> Any:
+    """Return the compiled backward kernel of a model; the arguments mean what they do in :class:`Backward`."""
     kind = TYPES[dtype]
-    kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, order)
+    kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, order, zeroes)
     pointers = [_pointer(kind)] * 4 + [_pointer(Float32, 4)] + [_pointer(Float32)] * 3 + [_pointer(Int32)] * 3
     numbers = [Int32(1)] * 4 + [Int64(8)] * 14 + [Float32(1.0), Float32(1.0), Int32(1), Int32(1)]
-    return _compiled(kernel, pointers, numbers, "backward", dtype, share, pack, softcap, order)
+    return _compiled(kernel, pointers, numbers, "backward", dtype, share, pack, softcap, order, zeroes)
 
 
 def _compiled(kernel: Any, pointers: list[Any], numbers: list[Any], *key: Any) -> Any:
