@@ -138,7 +138,8 @@ def test_documents_beyond_learned_positions_are_one_line_before_ranks_start(
 
     monkeypatch.setattr(RankPool, "__init__", start)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 64}
-    AutoConfig.for_model(family, **sizes, max_position_embeddings=128).save_pretrained(tmp_path)
+    dropout = {"attn_pdrop": 0.0} if family == "gpt2" else {}
+    AutoConfig.for_model(family, **sizes, **dropout, max_position_embeddings=128).save_pretrained(tmp_path)
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("100\n20\n8\n300\n")
     options = ["--model", str(tmp_path), "--data", f"@{lengths}", "--tokens", "428", "--steps", "1", "--ranks", "2"]
@@ -207,6 +208,24 @@ def test_mistakes_are_named_before_anything_trains(arguments: list[str], words: 
     result = CliRunner().invoke(app, ["train", *arguments])
     assert isinstance(result.exception, ValueError)
     assert re.search(words, str(result.exception))
+
+
+def test_a_text_whose_bytes_the_vocabulary_lacks_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("never odd")
+    assert len(Documents(str(text), 9, 119).step(0)[0]) == 9, "v, byte 118, is the largest"
+    with pytest.raises(ValueError, match=r"byte 118, but the model's vocabulary has only 118 ids; .* at least 119"):
+        Documents(str(text), 9, 118)
+
+
+@pytest.mark.parametrize(("family", "field"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
+def test_attention_dropout_is_refused_before_ranks_start(family: str, field: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": family, "vocab_size": 256, field: 0.1, **sizes}))
+    result = CliRunner().invoke(app, ["train", "--model", str(file), "--ranks", "2", "--steps", "1"])
+    assert isinstance(result.exception, ValueError)
+    assert f"attention dropout is not supported; set {field} to 0 (it is 0.1)" in str(result.exception)
 
 
 def test_a_file_of_lengths_is_not_read_as_text(tmp_path: Path) -> None:

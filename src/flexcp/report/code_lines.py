@@ -30,7 +30,7 @@ SWAP = (
     PLANNER
     + """
 step = flexcp.bind(planner(lengths, {masks}, layout="contiguous"), mesh["cp"])   # every batch: lengths of its documents
-out = flexcp.attention(q, k, v, step{which})                # every layer, instead of your attention
+out = flexcp.attention(q, k, v, step{which})                # every layer; with scale=, softcap=, sinks= of your model
 loss = step.loss(logits, labels, gradients="averaged")     # under DDP; "summed" where they are summed
 """
 )
@@ -40,7 +40,7 @@ LOADER = (
 # budget: {why_budget}
 with flexcp.data.Loader(dataset, planner, budget={budget}, {masks}, group=mesh["cp"]) as loader:
     for batch in loader:                            # batch.tokens, .labels and .positions are this rank's rows
-        out = flexcp.attention(q, k, v, batch.step{which})    # every layer, instead of your attention
+        out = flexcp.attention(q, k, v, batch.step{which})    # every layer; with scale=, softcap=, sinks= of your model
         loss = batch.step.loss(logits, batch.labels, gradients="averaged")  # under DDP; "summed" where they are summed
 """
 )

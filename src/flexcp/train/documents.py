@@ -31,7 +31,8 @@ class Documents:
     of them or holds nothing to train on. ``shrink`` divides the lengths of a distribution made for long contexts, so
     that its shape fits a small batch. The lengths of an ``@file`` are used as they are, step after step, and from the
     beginning again at its end; a document that does not fit into the rest of a step is cut, and its other part becomes
-    a document of the next step. Of a text, the last document of a step is cut and its rest is left out.
+    a document of the next step. Of a text, the last document of a step is cut and its rest is left out. The tokens of a
+    text are its bytes; ValueError is raised if the vocabulary lacks one of them.
     """
 
     source: str
@@ -48,6 +49,11 @@ class Documents:
             draw_lengths(self.source, 1)
         elif not self.paragraphs:
             raise ValueError(f"{self.source} holds no text to train on")
+        elif (largest := max(map(max, self.paragraphs))) >= self.vocabulary:
+            raise ValueError(
+                f"{self.source} is trained on byte by byte and holds the byte {largest}, but the model's vocabulary "
+                f"has only {self.vocabulary} ids; take a model with a vocab_size of at least {largest + 1}"
+            )
 
     @cached_property
     def paragraphs(self) -> list[bytes]:
@@ -129,7 +135,7 @@ class Documents:
         left = self.tokens
         while left:
             for at in order:
-                ids = torch.tensor(list(self.paragraphs[at][:left])) % self.vocabulary
+                ids = torch.tensor(list(self.paragraphs[at][:left]))
                 found.append(ids)
                 left -= len(ids)
                 if not left:

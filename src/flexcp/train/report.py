@@ -34,7 +34,7 @@ class Table:
                 highlight=False,
                 markup=False,
             )
-            documents = Documents(config.data, config.tokens, vocabulary=1)
+            documents = Documents(config.data, config.tokens, vocabulary=256)
             for told in (documents.repeats(config.steps), documents.cut(config.steps)):
                 if told is not None:
                     console.print(told, highlight=False)
