@@ -19,6 +19,7 @@ from flexcp import masks
 from flexcp.executor.kernels import Settings, fa4_lists, find_kernel
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Mask
+from flexcp.measure.kernels.work import random_parents
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 LONGEST = 700
@@ -129,12 +130,7 @@ def _random_mask(rng: np.random.Generator, n: int) -> Mask:
 def _random_tree(rng: np.random.Generator, n: int) -> Mask:
     """Draw a tree of ``n`` tokens, of up to 12 segments."""
     borders = np.unique([0, *rng.integers(0, n, 11), n])
-    parents, path = list[int](), list[int]()
-    for segment in range(len(borders) - 1):
-        path = path[: int(rng.integers(0, len(path) + 1))]
-        parents.append(path[-1] if path else -1)
-        path.append(segment)
-    return masks.tree(parents, np.diff(borders).tolist())
+    return masks.tree(random_parents(rng, len(borders) - 1, 12), np.diff(borders).tolist())
 
 
 def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:

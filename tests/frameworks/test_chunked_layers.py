@@ -41,7 +41,7 @@ def test_a_plan_without_the_chunks_is_refused() -> None:
         {"full": (flexcp.causal(), 1), "chunks of 4": (flexcp.masks.chunked(4), 1)},
     ):
         step = flexcp.bind(planner(LENGTHS, masks=masks))
-        with torch.no_grad(), pytest.raises(ValueError, match=r"'chunks of 8' has no mask .*masks\(model\.config\)"):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"no mask named 'chunks of 8' .*masks\(model\.config\)"):
             model(**huggingface.inputs(STREAM, step))
 
 

@@ -15,8 +15,8 @@ from flexcp.masks import window_of_tree as _left_of_tree
 from flexcp.masks.tree import NAME as TREE
 
 
-class MissingMask(ValueError):  # noqa: N818 - says what is missing
-    """A layer has a window that no mask of the plan has; ``what`` is the message without its way out."""
+class MissingMaskError(ValueError):
+    """No mask of the plan has the name or the window of a layer; ``what`` is the message without its way out."""
 
     def __init__(self, what: str, way_out: str) -> None:
         super().__init__(f"{what}; {way_out}")
@@ -35,8 +35,12 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
                 f"this plan has several masks, {_listed(batch)}: say which one a layer uses by "
                 f"mask={batch.masks[0].name!r} and so on, or by window=..., the keys a query sees"
             )
-        if name is not None and len(batch.masks) == 1 and name != batch.masks[0].name:
-            raise ValueError(f"no mask named {name!r} in this plan, which has one, {_listed(batch)}: leave mask= out")
+        if name is not None and all(name != mask.name for mask in batch.masks):
+            one = len(batch.masks) == 1
+            raise MissingMaskError(
+                f"no mask named {name!r} in this plan, which has {'one, ' if one else ''}{_listed(batch)}",
+                "leave mask= out" if one else "name one of them",
+            )
         return batch.masks.index(batch.mask(name))
     if name is not None:
         raise ValueError(f"a layer's mask is given by its name or its window; got mask={name!r} and window={window}")
@@ -107,10 +111,10 @@ def _listed(batch: Batch) -> str:
     )
 
 
-def _missing(batch: Batch, window: int) -> MissingMask:
+def _missing(batch: Batch, window: int) -> MissingMaskError:
     """Return the exception for a window that no mask of the plan has."""
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
-    return MissingMask(
+    return MissingMaskError(
         f"{_called(window)} has no mask in this plan, which has {_listed(batch)}",
         "plan with masks={'full': (flexcp.causal(), layers), 'window': (flexcp.window(keys - 1), layers)}, here "
         f"{wanted}; a tree takes its window by flexcp.tree(..., left=keys - 1)",

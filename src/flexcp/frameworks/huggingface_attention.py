@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flexcp.executor.arguments import ranks_of_run
 from flexcp.executor.attention import attention
-from flexcp.executor.layer_masks import MissingMask
+from flexcp.executor.layer_masks import MissingMaskError
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_layers import CHUNKED, refuse_growing_rope, refuse_other_layers
@@ -116,8 +116,6 @@ def flexcp_attention(
     else:
         q = retuned(module, q, len(q), step.row_positions)
     layer: dict[str, Any] = {"mask": chunks_named(chunk)} if chunk else {"window": sliding_window or 0}
-    if not torch.compiler.is_compiling():
-        _refuse_missing_chunks(step, layer.get("mask"))
     out = _attended(q, k, v, step, scale=scaling, softcap=softcap, sinks=sinks, **layer)
     if query.shape[2] == 1 and step.local_tokens == 0:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
@@ -125,25 +123,16 @@ def flexcp_attention(
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, step: Step, **options: Any) -> Tensor:
-    """Run :func:`flexcp.attention`; if the plan lacks the window of a layer, say how the model's masks are planned."""
+    """Run :func:`flexcp.attention`; if the plan lacks the mask of a layer, say how the model's masks are planned."""
     if torch.compiler.is_compiling():
         out = attention(q, k, v, step, **options)
     else:
         try:
             out = attention(q, k, v, step, **options)
-        except MissingMask as error:
+        except MissingMaskError as error:
             raise ValueError(f"{error.what}; {WITH_MASKS}") from None
     assert isinstance(out, Tensor)
     return out
-
-
-def _refuse_missing_chunks(step: Step, name: str | None) -> None:
-    """Raise ValueError if ``name`` is that of a layer's chunks and the plan has no mask of that name."""
-    names = [mask.name for mask in step.plan.batch.masks]
-    if name is not None and name not in names:
-        had = ", ".join(map(repr, names))
-        with step.collectives.checking("attention"):
-            raise ValueError(f"a layer with {name!r} has no mask in this plan, which has {had}; {WITH_MASKS}")
 
 
 def chunks_named(size: int) -> str:
@@ -270,8 +259,14 @@ def _dropout_fields(module: nn.Module, dropout: float) -> str:
     config: Any = getattr(module, "config", None)
     values = {} if config is None else config.to_dict()
     found = [name for name, value in values.items() if "drop" in name and value == dropout]
-    named = [name for name in found if "att" in name] or found or ["attention_dropout"]
+    named = [name for name in found if name in attention_dropouts(config)] or found or ["attention_dropout"]
     return " and ".join(f"{name}=0" for name in named)
+
+
+def attention_dropouts(config: PreTrainedConfig) -> dict[str, float]:
+    """Return the fields of a configuration that turn attention dropout on, with their values."""
+    fields = config.to_dict().items()
+    return {n: x for n, x in fields if "att" in n and "drop" in n and isinstance(x, int | float) and x > 0}
 
 
 def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:

@@ -171,6 +171,7 @@ def _huggingface_config(
     except ImportError:
         raise ValueError("a Hugging Face configuration needs transformers: pip install flexcp[huggingface]") from None
     from flexcp.frameworks import huggingface
+    from flexcp.frameworks.huggingface_attention import attention_dropouts
 
     try:
         config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -183,15 +184,9 @@ def _huggingface_config(
     memory, ranks = _memory(device), 1 if device.type == "cuda" else cluster.ranks
     refuse_too_large(name, weights, getattr(torch, dtype).itemsize, ranks, memory)
     huggingface.turn_on(model)
-    _refuse_attention_dropout(name, config)
+    for field, value in attention_dropouts(config).items():
+        raise ValueError(f"{name}: attention dropout is not supported; set {field} to 0 (it is {value})")
     return config, _learned_positions(model, config)
-
-
-def _refuse_attention_dropout(name: str, config: Any) -> None:
-    """Raise ValueError if a Hugging Face configuration has attention dropout, which flexcp does not support."""
-    for field, value in config.to_dict().items():
-        if "att" in field and "drop" in field and isinstance(value, int | float) and value > 0:
-            raise ValueError(f"{name}: attention dropout is not supported; set {field} to 0 (it is {value})")
 
 
 def _huggingface(config: Any, dtype: str, device: torch.device) -> tuple[nn.Module, Callable[[Tensor, Step], Tensor]]:

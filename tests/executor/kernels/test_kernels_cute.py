@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp import masks
-from flexcp.executor.kernels.cute.items import TILE_PRICE, dealt, group_by_group, in_turns, longest_program
+from flexcp.executor.kernels.cute.items import dealt, group_by_group, in_turns, longest_program
 from flexcp.executor.kernels.hopper.tiles import key_tiles
-from flexcp.executor.kernels.tiles import segment_list
+from flexcp.executor.kernels.tiles import TILE_PRICE, segment_list
 
 SCRIPT = Path(__file__).with_name("cute_compile.py")
 INSTRUCTIONS = {

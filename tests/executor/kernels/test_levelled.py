@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcp.executor.kernels.cute.items import RECORD, TILE_PRICE, dealt, in_turns, longest_program, records
+from flexcp.executor.kernels.cute.items import RECORD, dealt, in_turns, longest_program, records
 from flexcp.executor.kernels.cute.levelled import LevelledList, levelled
-from flexcp.executor.kernels.tiles import SegmentList, segment_list, tile_list
+from flexcp.executor.kernels.tiles import TILE_PRICE, SegmentList, segment_list, tile_list
 
 BLOCK = 128
 

@@ -18,17 +18,21 @@ from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 
 Ints = NDArray[np.int64]
 BLOCK = 128
-OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
-FULL_PRICES = ((0.945, 3.0, 0.0), (0.905, 7.1, 2700.0))
-CAUSAL_PRICES = ((1.02, 1.5, 0.0), (0.905, 7.1, 2700.0))
-WINDOW_PRICES = ((1.03, 3.0, 0.0), (0.905, 7.1, 2700.0))
-DOCUMENTS_PRICES = ((0.935, 3.85, 0.0), (1.0, 7.4, 2700.0))
-"""Prices of the CuTe kernel, and of FlashAttention-4 on one full, causal or windowed document and on several documents.
-
-Each is (forward, backward), and each direction has the price of a block (128 queries x 128 keys of one head), the extra
-price of a tile of 128 queries, and the price of a call, in blocks of the CuTe kernel. They were set by hand to match
-the measured ratios of eight workloads on an H200.
+Prices = tuple[float, float, float]
+"""The price of a block (128 queries x 128 keys of one head), the extra price of a tile of 128 queries, and the price of
+a call, in blocks of the CuTe kernel.
 """
+OWN_PRICES: tuple[Prices, Prices] = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
+DOCUMENTS_PRICES: tuple[Prices, Prices] = ((0.935, 3.85, 0.0), (1.0, 7.4, 2700.0))
+"""Prices (forward, backward) of the CuTe kernel, and of FlashAttention-4 on several documents.
+
+These and the next ones were set by hand to match the measured ratios of eight workloads on an H200.
+"""
+FULL_FORWARD: Prices = (0.945, 3.0, 0.0)
+CAUSAL_FORWARD: Prices = (1.02, 1.5, 0.0)
+WINDOW_FORWARD: Prices = (1.03, 3.0, 0.0)
+DOCUMENT_BACKWARD: Prices = (0.905, 7.1, 2700.0)
+"""Prices of FlashAttention-4 on one document: forward by its mask, backward under any."""
 HOST_BLOCKS = (32_000.0, 12_000.0)
 """How many blocks the GPU computes, forward and backward, while the host makes one call of FlashAttention-4.
 
@@ -102,8 +106,8 @@ def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
     return forward, backward
 
 
-def _document_prices(form: Form) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Return FlashAttention-4's prices for one document under its mask."""
-    if form.left is None:
-        return FULL_PRICES if form.right is None else CAUSAL_PRICES
-    return WINDOW_PRICES
+def _document_prices(form: Form) -> tuple[Prices, Prices]:
+    """Return FlashAttention-4's prices (forward, backward) for one document under its mask."""
+    if form.left is not None:
+        return WINDOW_FORWARD, DOCUMENT_BACKWARD
+    return CAUSAL_FORWARD if form.right is not None else FULL_FORWARD, DOCUMENT_BACKWARD

@@ -38,7 +38,7 @@ Ints = NDArray[np.int64]
 
 TILE_COLUMNS = 4  # first row, last row + 1, first entry, last entry + 1
 ENTRY_COLUMNS = 8  # k0, full0, full1, k1, lo, hi, q0, q1
-TILE_PRICE, EDGE_PRICE = 3.0, 0.4
+TILE_PRICE, EDGE_PRICE = 3, 0.4
 """About what a tile costs besides its blocks, and an edge block more than a clear one, in clear blocks on an H200."""
 NO_BORDERS: Ints = np.zeros(0, np.int64)
 

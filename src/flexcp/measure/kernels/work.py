@@ -98,12 +98,7 @@ def _tree(name: str, tokens: int, seed: int) -> Mask:
     if name == "tree-agent":
         rng = np.random.default_rng(seed)
         borders = np.unique([0, *rng.integers(1, max(2, tokens), 128), tokens])
-        parents, path = [-1], [0]
-        for segment in range(1, len(borders) - 1):
-            path = path[: int(rng.integers(1, len(path) + 1))] if rng.random() < 0.5 else path[:15]
-            parents.append(path[-1])
-            path.append(segment)
-        return masks.tree(parents, np.diff(borders).tolist())
+        return masks.tree(random_parents(rng, len(borders) - 1, 16), np.diff(borders).tolist())
     prompt, answers = {"tree-rollouts16": (tokens // 4, 16), "tree-rollouts64": (tokens // 2, 64)}.get(
         name, (tokens // 2, 2)
     )
@@ -130,13 +125,21 @@ def _segments(name: str, rng: np.random.Generator) -> tuple[list[int], list[int]
     if name != "trees-agents":
         rollouts, prompt, rollout = SEGMENTS[name]
         return [-1] + [0] * rollouts, [prompt] + [rollout] * rollouts
+    return random_parents(rng, RUN, TURNS), [4 * TURN] + [TURN] * (RUN - 1)
+
+
+def random_parents(rng: np.random.Generator, segments: int, depth: int) -> list[int]:
+    """Return the parent of each segment of a random tree in depth-first order, -1 for its root.
+
+    Half of the segments go on where the last one ended, up to ``depth`` segments on a path; half begin at any segment
+    of its path.
+    """
     parents, path = [-1], [0]
-    for segment in range(1, RUN):
-        # Half of the turns go on where the last one ended, up to the depth TURNS; half begin at any turn of its path.
-        path = path[: int(rng.integers(1, len(path) + 1))] if rng.random() < 0.5 else path[: TURNS - 1]
+    for segment in range(1, segments):
+        path = path[: int(rng.integers(1, len(path) + 1))] if rng.random() < 0.5 else path[: depth - 1]
         parents.append(path[-1])
         path.append(segment)
-    return parents, [4 * TURN] + [TURN] * (RUN - 1)
+    return parents
 
 
 def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:

@@ -13,13 +13,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.executor.kernels.tiles import SegmentList
+from flexcp.executor.kernels.tiles import TILE_PRICE, SegmentList
 
 Ints = NDArray[np.int64]
 RECORD = 12
 """Integers of a record: a multiple of 4, because they are read in words of 16 bytes."""
-TILE_PRICE = 3
-"""What it costs to begin and end a tile, as a number of blocks that take as long."""
 ADDED_KEY_PRICE = 5e-4
 """What it costs to add up and round the gradients of one key of one head, as a number of blocks.
 

@@ -113,19 +113,15 @@ class CuteWork(HopperWork):
         If programs add to dq in step, the number of parts is the one that leaves the busiest program the least work.
         """
         if programs not in self._split_tiles:
-            units, block = multiprocessors(self.device), QUERIES // self.pack
-            limits = [longest_part(self._key_tiles, self.kv_heads, self.share, units)]
+            made, block = self._key_tiles, QUERIES // self.pack
+            sizes = (self.kv_heads, self.share, multiprocessors(self.device))
+            longest = longest_part(made, *sizes)
             if self.in_step:
-                limits = [
-                    min(longest_part(self._key_tiles, self.kv_heads, self.share, units, parts), LONGEST_PART)
-                    for parts in PARTS_IN_STEP
-                ]
-            busiest = [
-                self._busiest(segment_list(self._key_tiles, block, longest, descending=True), programs)
-                for longest in limits
-            ]
-            longest = limits[int(np.argmin(busiest))]
-            self._split_tiles[programs] = Segments.of(self._key_tiles, block, self.device, longest, descending=True)
+                longest = min(
+                    (min(longest_part(made, *sizes, parts), LONGEST_PART) for parts in PARTS_IN_STEP),
+                    key=lambda most: self._busiest(segment_list(made, block, most, descending=True), programs),
+                )
+            self._split_tiles[programs] = Segments.of(made, block, self.device, longest, descending=True)
         return self._split_tiles[programs]
 
     @cached_property
@@ -135,9 +131,8 @@ class CuteWork(HopperWork):
     def _busiest(self, made: SegmentList, programs: int) -> int:
         """Return the work of the busiest of ``programs`` programs in a backward over these tiles, in blocks."""
         blocks = made.tiles[:, 3].astype(np.int64)
-        return longest_program(
-            dealt(self._backward_order(made), blocks, self.kv_heads, programs), blocks, self.kv_heads
-        )
+        items = dealt(self._backward_order(made), blocks, self.kv_heads, programs)
+        return longest_program(items, blocks, self.kv_heads)
 
     @cached_property
     def whole_segments(self) -> Segments:

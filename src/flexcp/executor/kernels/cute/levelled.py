@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.executor.kernels.cute.items import TILE_PRICE, Ints
-from flexcp.executor.kernels.tiles import SegmentList
+from flexcp.executor.kernels.cute.items import Ints
+from flexcp.executor.kernels.tiles import TILE_PRICE, SegmentList
 
 Table = NDArray[np.int32]
 WORTH = 0.985
