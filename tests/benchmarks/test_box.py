@@ -109,18 +109,19 @@ def test_an_error_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @needs_box
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_what_an_ended_process_left_is_removed(how: signal.Signals) -> None:
-    # A background job of a shell inherits an ignored SIGINT, so the default handler is restored.
+    # A background job of a shell inherits an ignored SIGINT, so the default handler is restored. One long sleep would
+    # miss a signal that comes just before it begins, so there are many short ones.
     code = (
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom lib.box import Network\n"
     )
-    code += "with Network(2, 1):\n    print('up', flush=True)\n    time.sleep(60)"
+    code += "with Network(2, 1):\n    print('up', flush=True)\n    while True:\n        time.sleep(0.05)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     assert len(namespaces(process.pid)) == 3
     process.send_signal(how)
-    process.wait(20)
+    process.wait(60)
     if how == signal.SIGKILL:  # the killed process could not clean up, so the next Network does
         assert len(namespaces(process.pid)) == 3
         with Network(1):
