@@ -187,6 +187,37 @@ def run_replicas(group: dist.ProcessGroup, how: str, replicas: int | None) -> di
     return {"warnings": said, "gradients": {name: whole(p.grad) for name, p in model.named_parameters()}}
 
 
+def run_apart(group: dist.ProcessGroup, wrapping: str) -> dict[str, Any]:
+    """Return the warnings of a step of two of four ranks, and whether its ranks have the same gradients afterwards."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "cp"))
+    alone = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("each", "one"))
+    model: nn.Module = Deep()
+    if wrapping == "FSDP2 over dp":
+        fully_shard(model, mesh=mesh["dp"])
+    elif wrapping == "a frozen layer over all":
+        model.again.requires_grad_(False)
+        fully_shard(model.again, mesh=DeviceMesh("cpu", torch.arange(4)))
+        fully_shard(model, mesh=mesh["dp"])
+    elif wrapping != "none":
+        over = {"DDP over dp": mesh.get_group("dp"), "DDP over one": alone.get_group("one"), "DDP": None}
+        model = DistributedDataParallel(model, process_group=over[wrapping])
+    step = bound(mesh.get_group("cp"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logits = model(step.shard(tokens()), step)
+            gradients: Gradients = "averaged" if wrapping == "DDP" else "summed"
+            step.loss(logits, step.labels(tokens()), gradients=gradients).backward()
+    gradient = whole(next(p.grad for p in model.parameters() if p.grad is not None)).clone()
+    both = [torch.empty_like(gradient) for _ in range(2)]
+    dist.all_gather(both, gradient, group=mesh.get_group("cp"))
+    said = [str(w.message) for w in caught if "drift apart" in str(w.message)]
+    return {"warnings": said, "same": torch.equal(*both)}
+
+
 class Failing(Small):
     """A model whose forward ends in an exception after its attention."""
 

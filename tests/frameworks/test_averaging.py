@@ -14,6 +14,7 @@ from averaging_runs import (
     Small,
     bound,
     run_after_a_failure,
+    run_apart,
     run_huggingface,
     run_replicas,
     run_small,
@@ -148,6 +149,29 @@ def test_replicas_that_are_none_are_named_as_such() -> None:
 def test_replicas_divide_the_ranks(four: RankPool) -> None:
     with pytest.raises(RankError, match=r"replicas=3 does not divide the 4 ranks that the model is sharded over"):
         four.run(run_replicas, "flat", 3)
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "who"),
+    [
+        ("DDP over dp", "DistributedDataParallel"),
+        ("DDP over one", "DistributedDataParallel"),
+        ("FSDP2 over dp", "FSDP2"),
+        ("a frozen layer over all", "FSDP2"),
+    ],
+)
+def test_a_wrapper_over_other_ranks_is_warned_of_once(four: RankPool, wrapping: str, who: str) -> None:
+    for found in four.run(run_apart, wrapping):
+        [said] = found["warnings"]
+        assert said.startswith(f"{who} reduces gradients over 1 of the 2 ranks that share this batch")
+        assert "without a process group, or fully_shard with a mesh that has both axes" in said
+        assert not found["same"]
+
+
+@pytest.mark.parametrize("wrapping", ["none", "DDP"])
+def test_a_wrapper_over_all_ranks_and_none_are_not_warned_of(four: RankPool, wrapping: str) -> None:
+    for found in four.run(run_apart, wrapping):
+        assert found["warnings"] == [] and found["same"] == (wrapping == "DDP")
 
 
 @pytest.mark.parametrize("wrapping", ["none", "FSDP2 summed"])

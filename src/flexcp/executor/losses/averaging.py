@@ -16,6 +16,10 @@ It may be meant (the loss may be divided by the replicas), so there is a warning
 ``sum_gradients(model, replicas=...)`` says what is. A number of replicas that the ranks of the step do not have is
 warned of as well.
 
+A wrapper may also reduce gradients over other ranks than those of the step, such as those of a mesh's data-parallel
+axis alone. Then every rank of the step trains on its own share and their weights drift apart. Gradients may still be
+reduced over the step's ranks by the user's own code, so this is a warning.
+
 FSDP2 reduces gradients by its settings at the time of the backward, and ``sum_gradients`` may be called after the loss
 was computed. So the backward checks the modules that attention ran in again.
 
@@ -146,6 +150,35 @@ def _trained(param_group: Any) -> bool:
     # These names are internal to torch; with a release that changes them, frozen groups count too.
     parameters = [getattr(x, "sharded_param", None) for x in getattr(param_group, "fsdp_params", ())]
     return not parameters or any(x is None or x.requires_grad for x in parameters)
+
+
+def ranks_apart(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> str | None:
+    """Return a warning if wrappers run that reduce gradients, but not over all ranks of ``group``.
+
+    The wrappers are the running DDP module and trained parameter groups of ``modules``; what any of them reduces over
+    counts. Return None if nothing is wrong, no wrapper runs, or there is no group.
+    """
+    if group is None:
+        return None
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    wrapper = None if active is None else active()
+    found = [(type(wrapper).__name__, dist.get_process_group_ranks(wrapper.process_group))] if wrapper else []
+    param_groups = (each for module in modules for each in getattr(module(), "_fsdp_param_groups", ()))
+    meshes = {id(each.mesh_info.mesh): each.mesh_info.mesh for each in param_groups if _trained(each)}
+    found += [("FSDP2", mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+    shared = set(dist.get_process_group_ranks(group))
+    reduced = shared & {rank for _, ranks in found for rank in ranks}
+    return apart_words(found[0][0], len(reduced), len(shared)) if found and reduced < shared else None
+
+
+def apart_words(who: str, reduced: int, ranks: int) -> str:
+    """Return the warning for ``who``, which reduces gradients over only ``reduced`` of a step's ``ranks`` ranks."""
+    return (
+        f"{who} reduces gradients over {reduced} of the {ranks} ranks that share this batch: each rank's gradient is "
+        "that of its own part, and the weights of the ranks drift apart. Wrap the model over all ranks, those of the "
+        "data-parallel axis and of the step: DistributedDataParallel(model) without a process group, or fully_shard "
+        "with a mesh that has both axes. If your own code reduces gradients over the step's ranks, filter this warning"
+    )
 
 
 def wrong_replicas(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> str | None:

@@ -4,7 +4,7 @@ A *share* is this rank's part of the batch's loss, made for gradients that are s
 over ranks. ``step.loss`` and ``step.share`` report a share that they made (:meth:`LossWatch.say`), and what it was made
 for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it. From
 both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if gradients
-are averaged and no share was reported, or summed over more ranks than those of the step.
+are averaged and no share was reported, or reduced over more or fewer ranks than those of the step.
 :mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts of both.
 """
 
@@ -20,6 +20,7 @@ from flexcp.executor.losses.averaging import (
     MIXED,
     FsdpModule,
     Gradients,
+    ranks_apart,
     reduction_of,
     running_average,
     running_fsdp_modules,
@@ -48,6 +49,8 @@ class LossWatch:
         """Whether a backward is running that began at a reported loss of this step."""
         self._fsdp_modules: list[FsdpModule] = []
         """The FSDP2 modules of the models that attention ran in."""
+        self._apart: str | None = None
+        """The warning that is due if modules around attention reduce gradients over too few ranks."""
         self._shares_for: Gradients | None = None
         """What the last loss was made for, until a backward has checked that the FSDP2 modules do that."""
 
@@ -84,12 +87,14 @@ class LossWatch:
     def note_call(self, first: bool) -> None:
         """Look for DDP and FSDP2 modules around a running attention call.
 
-        ``first`` says that it is the step's first call; FSDP2 modules are looked for only then.
+        ``first`` says that it is the step's first call; FSDP2 modules, and the ranks that all modules reduce over, are
+        looked for only then.
         """
         if first:
             self._fsdp_modules = running_fsdp_modules()
             averaged, summed = reduction_of(self._fsdp_modules, self._group)
             self.averaged_by, self.summed_by = self.averaged_by or averaged, self.summed_by or summed
+            self._apart = ranks_apart(self._fsdp_modules, self._group)
         self.averaged_by = self.averaged_by or running_average(self._group)
 
     def note_backward(self) -> None:
@@ -99,12 +104,15 @@ class LossWatch:
         made for; checked once for each loss. Warn once per step if gradients are averaged over ranks with different
         token counts and no share was reported. If a model has several steps (one for an encoder), some have no loss of
         their own; a reported loss of any step in the same backward is enough. Warn once per step if FSDP2 sums
-        gradients over replicas too.
+        gradients over replicas too, and if no wrapper reduces them over all ranks of the step.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None
             self._refuse(made_for, *reduction_of(self._fsdp_modules, self._group), late=True)
         self._warn_of_replicas()
+        if self._apart is not None:
+            warning, self._apart = self._apart, None
+            warnings.warn(warning, stacklevel=2)
         if self.averaged_by is None or self.said or any(step.losses.in_backward for step in live_steps()):
             return
         self.said = True
