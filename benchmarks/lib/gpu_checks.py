@@ -36,7 +36,7 @@ from flexcp.executor.attention import attention
 from flexcp.executor.bind import bind
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import Settings, find_kernel, row_kernels
-from flexcp.executor.run.message_layout import Shelves, new_inputs, new_results, types_of
+from flexcp.executor.run.message_layout import Shelves, new_inputs, new_own_results, new_results, types_of
 from flexcp.executor.run.message_parts import message_bytes
 from flexcp.executor.run.packing import FieldPacking, Packing
 from flexcp.executor.run.rank_program import rank_program
@@ -300,6 +300,8 @@ def packing_times(plan: Plan) -> dict[str, Any]:
         program = rank_program(plan, rank, 0, backward)
         new = (backward, plan.shape, types)
         shelves = {i: new_inputs(shelf, *new) | new_results(shelf, *new) for i, shelf in enumerate(program.shelves)}
+        for side, areas in enumerate(program.laid):
+            shelves[side] |= new_own_results(program.shelves[side], *new, areas, False, False)
         messages = [(slot.send, slot.receive) for slot in program.slots]
         sizes = [[[(m.peer, message_bytes(m, plan.shape)) for m in side] for side in pair] for pair in messages]
         buffers = [[Buffers.alone(side, types.device) for side in pair] for pair in sizes]

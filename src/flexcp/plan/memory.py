@@ -20,7 +20,8 @@ every tensor is aligned for kernels and copies.
 The executor lays out its buffer with :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory`
 says. Outside the arena are the rank's own tensors: those that autograd keeps for the backward (including received keys,
 if the plan keeps them), the results of a pass before they are returned, and the gradients that exist during a backward:
-that of the output, and the first one that is rounded while the sums still exist. LSE and delta of own rows count 8
+that of the output, and the first one that is rounded while the sums still exist, or all three if some arrive complete
+and are written in the model's dtype beside the sums. LSE and delta of own rows count 8
 bytes per number, as on a CPU; a GPU uses 4. Index maps and work lists are estimated as :data:`TABLE_BYTES` per row.
 
 On a rank without transfers kernels differ: some write dq once, in the model's dtype, others add it up in float32.
@@ -133,7 +134,8 @@ def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
     once = kernel in WRITES_DQ_ONCE and all(_needs_nobody(plan, rank, mask) for mask in numbers)
     in_order = _in_stream_order(plan.placement, rank)
     results = tokens * _results(shape, in_order, once)
-    gradients = tokens * _passing_gradients(shape, in_order, once)
+    laid = any(_receives_whole_gradients(plan, rank, mask) for mask in numbers)
+    gradients = tokens * _passing_gradients(shape, in_order, once, laid)
     tables = TABLE_BYTES * sum(tokens + _arriving_rows(plan, rank, mask) for mask in numbers)
     saved = tokens * _saved(shape)
     return Memory(rank, layers, forward, backward, saved, kept, results, gradients, scratch, tables)
@@ -362,16 +364,25 @@ def _results(shape: Shape, in_order: bool, once: bool) -> int:
     return max(out, grads)
 
 
-def _passing_gradients(shape: Shape, in_order: bool, once: bool) -> int:
+def _passing_gradients(shape: Shape, in_order: bool, once: bool, laid: bool) -> int:
     """Return the bytes of one token's gradient of the output, and of gradients rounded while their sums still exist.
 
     ``in_order`` and ``once`` are as in :func:`_results`. Reordered copies do not exist any more at that time, and they
-    were larger.
+    were larger. ``laid`` says that gradients may arrive complete: then all of them exist beside their sums.
     """
     e, h, d, dv = shape.element_bytes, shape.heads, shape.head_dim, shape.v_head_dim
     rounds = e != shape.accumulator_bytes
+    if laid and rounds:
+        return h * dv * e + (h * d + shape.kv_heads * (d + dv)) * e
     dq = h * d * e if once or (rounds and in_order) else 0
     return h * dv * e + dq + (shape.kv_heads * max(d, dv) * e if once and rounds else 0)
+
+
+def _receives_whole_gradients(plan: Plan, rank: int, mask: int) -> bool:
+    """Return whether gradients of a rank's own tokens arrive complete in the backward of a mask."""
+    t = plan.programs[mask][1].transfers
+    mine = (t.target == rank) & (t.owner == rank) & (t.partial == 0)
+    return bool((mine & ((t.kind == Kind.DQ) | (t.kind == Kind.DKV))).any())
 
 
 def _needs_nobody(plan: Plan, rank: int, mask: int) -> bool:

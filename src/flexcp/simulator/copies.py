@@ -22,6 +22,10 @@ bytes divided by the speed of memory:
 Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs, and one takes in the
 results of each message, because results must be added in a fixed order. A program of one stage is only an attention
 kernel. What attention itself reads and writes is part of attention's time.
+
+This is more than the executor copies in two cases. A result that arrives complete is laid as it is and not added
+(:mod:`flexcp.executor.run.laid_rows`). In a forward whose results are all computed here or arrive complete, fast
+kernels write own results once, so that nothing is cleared or rounded.
 """
 
 from __future__ import annotations

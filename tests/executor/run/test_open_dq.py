@@ -22,9 +22,12 @@ from torch import Tensor
 import flexcp
 from flexcp.executor.kernels import Settings, cpu
 from flexcp.executor.run import pass_recipe, prepared
+from flexcp.executor.run import rank_program as rank_programs
+from flexcp.executor.run.laid_rows import NO_AREAS
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.rank_program import RankProgram, rank_program
 from flexcp.measure.ranks import RankPool
+from flexcp.plan.memory import QUERIES
 from flexcp.plan.plan import Plan
 from flexcp.shape import Kind
 
@@ -142,6 +145,7 @@ def test_deterministic_gradients_are_never_left_open(pool: RankPool) -> None:
 
 def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "close_dq", lambda dq, settings: None, raising=False)
+    monkeypatch.setattr(rank_programs, "_mark_laid", lambda shelves, slots: (NO_AREAS, NO_AREAS))
     planner = flexcp.Planner(4, 2, 128, dtype="float64", cluster=flexcp.cluster("h100", 1, 8), strategy="blocks")
     plan = planner([8000])
     open_lists, others = 0, 0
@@ -166,3 +170,15 @@ def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkey
                 state[number] = "closed"
         assert "open" not in state.values()
     assert open_lists and others
+
+
+def test_laid_blocks_of_a_dq_leave_it_open() -> None:
+    planner = flexcp.Planner(4, 2, 128, dtype="float64", cluster=flexcp.cluster("h100", 1, 8), strategy="blocks")
+    plan, early = planner([8000]), 0
+    for rank in range(plan.ranks):
+        program = rank_program(plan, rank, 0, True)
+        assert pass_recipe.touched_dq(program)[QUERIES] == len(program.slots)
+        last = max(at for at, slot in enumerate(program.slots) for work in slot.work if work.q_shelf == QUERIES)
+        blocks = [b for slot in program.slots[: last + 1] for message in slot.receive for b in message.blocks]
+        early += sum(block.kind == Kind.DQ for block in blocks)
+    assert early, "some arrive while lists still add to dq"

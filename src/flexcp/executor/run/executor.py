@@ -28,7 +28,8 @@ from flexcp.executor.exchange.arena import Arena, Buffers
 from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
-from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_results
+from flexcp.executor.run.laid_rows import FINISHED
+from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_own_results, new_results
 from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.pass_watch import Watch
 from flexcp.executor.run.prepared import Prepared, PreparedWork
@@ -79,7 +80,7 @@ def run_forward(
         own = {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
             results = _PassRun(prepared, runtime, False, memory, kept, rounded).run(own)[QUERIES]
-    return results.get("finished", results["out"]), results["lse"], kept
+    return _result(results, "out") if rounded else results["out"], results["lse"], kept
 
 
 def run_backward(
@@ -104,7 +105,7 @@ def run_backward(
         own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
             shelves = _PassRun(prepared, runtime, True, memory, kept, rounded=True).run(own)
-    return shelves[QUERIES].get("finished", shelves[QUERIES]["dq"]), shelves[KEYS]["dk"], shelves[KEYS]["dv"]
+    return _result(shelves[QUERIES], "dq"), _result(shelves[KEYS], "dk"), _result(shelves[KEYS], "dv")
 
 
 class _PassRun:
@@ -122,21 +123,23 @@ class _PassRun:
         self.shelves: Shelves = {}
         self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
         self.may_open = backward and not runtime.settings.deterministic
+        self.rounded = rounded
         self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
     def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
         """Run all slots on the rank's own tensors, given by shelf and field, and return all shelves.
 
         The first two shelves, ``QUERIES`` and ``KEYS``, hold own tokens and get new fields for the results: ``out`` and
-        ``lse``, or ``dq``, ``dk`` and ``dv``. ``finished`` has ``out`` or ``dq`` in the model's dtype, if the kernel
-        writes that.
+        ``lse``, or ``dq``, ``dk`` and ``dv``. Fields with the names of ``FINISHED`` have them in the model's dtype, if
+        the kernel writes that or some are laid.
         """
         types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
         new = (self.backward, self.runtime.shape, types)
         self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
         for number in own:
-            finished = self.finishes and number == QUERIES
-            self.shelves[number] |= new_results(shelves[number], *new, finished=finished)
+            finishes = self.finishes and number == QUERIES
+            how = (self.program.laid[number], finishes, self.may_open)
+            self.shelves[number] |= new_own_results(shelves[number], *new, *how)
         slots = self.program.slots
         mark = None if self.runtime.watch is None else self.runtime.watch.mark
         for stage in range(len(slots)):
@@ -166,12 +169,28 @@ class _PassRun:
             if self.may_open:
                 for number in self.prepared.closes[stage]:
                     rows = self.shelves[number]
-                    last = {"finished_THD": rows["finished"]} if "finished" in rows else {}
+                    last = {"finished_THD": rows["finished"]} if self.finishes and number == QUERIES else {}
                     self.prepared.kernel.close_dq(rows["dq"], self.runtime.settings, **last)
             if mark is not None:
                 mark()
         self.exchange.finish()
+        for side in own:
+            self._finish(side)
         return self.shelves
+
+    def _finish(self, side: int) -> None:
+        """Complete the results of own rows if some are laid: round the sums of the others.
+
+        If results are not to be rounded, the laid ones are copied to the sums instead. Nothing is left to do if sums
+        and results are the same tensors, or if the kernel has finished the other rows.
+        """
+        packing, rows = self.prepared.packing, self.shelves[side]
+        if all(rows[FINISHED[name]] is rows[name] for name in rows if FINISHED.get(name) in rows):
+            return
+        if not self.rounded:
+            packing.copy_laid_to_sums(side, self.shelves)
+        elif not (self.finishes and side == QUERIES):
+            packing.round_sums(side, self.shelves)
 
     def _post(self, stage: int) -> None:
         """Pack the messages of a stage and start its transfers."""
@@ -197,8 +216,14 @@ class _PassRun:
             settings = replace(settings, open_dq=self.may_open and work.open_dq)
             kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"])
         else:
-            last = {"finished_THV": q["finished"]} if "finished" in q else {}
+            finishes = self.finishes and work.work.q_shelf == QUERIES
+            last = {"finished_THV": q["finished"]} if finishes else {}
             kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"], **last)
+
+
+def _result(shelf: dict[str, Tensor], name: str) -> Tensor:
+    """Return a result of own rows: in the model's dtype if it was written so, else its sums."""
+    return shelf.get(FINISHED[name], shelf[name])
 
 
 def _flat(x: Tensor) -> Tensor:

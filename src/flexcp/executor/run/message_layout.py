@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import accumulator_dtype
+from flexcp.executor.run.laid_rows import FINISHED, Ints, cover_all
 from flexcp.executor.run.message_parts import MessagePart
 from flexcp.executor.run.rank_program import Shelf
 from flexcp.plan.memory import aligned_starts, field_sizes, shelf_fields
@@ -58,19 +59,34 @@ def new_inputs(
 
 
 def new_results(
-    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None, finished: bool = False
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return tensors for the results of a shelf, by field: outputs and gradients start at zero, LSE at -inf.
-
-    With ``finished`` there is another tensor, ``"finished"``, for the rows of out (or dq in a backward) in the model's
-    dtype. Every row of it will be written, so out and LSE are then left uninitialised.
-    """
+    """Return tensors for the results of a shelf, by field: outputs and gradients start at zero, LSE at -inf."""
     found = _laid_out(shelf, backward, True, shape, types, memory)
     for name, x in found.items():
-        if not (finished and name in ("out", "lse")):
+        x.fill_(-torch.inf if name == "lse" else 0.0)
+    return found
+
+
+def new_own_results(
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, laid: Ints, finishes: bool, opens: bool
+) -> dict[str, Tensor]:
+    """Return tensors for the results of the rank's own rows of a side, by field.
+
+    Sums start at zero and LSE at -inf, unless all results are ``laid`` (areas). Fields with the names of ``FINISHED``
+    are for the results in the model's dtype, if there are laid ones or the kernel ``finishes`` out or dq. A forward
+    that finishes writes every row, so its sums are left uninitialised. ``opens`` says that the kernel may leave dq in a
+    form of its own for some time.
+    """
+    found = _laid_out(shelf, backward, True, shape, types, None)
+    all_laid = cover_all(laid, shelf.h1 - shelf.h0, shelf.rows)
+    for name, x in found.items():
+        if not all_laid and not (finishes and name in ("out", "lse")):
             x.fill_(-torch.inf if name == "lse" else 0.0)
-    if finished:
-        found["finished"] = torch.empty_like(found["dq" if backward else "out"], dtype=types.model)
+    for name in [name for name in found if name in FINISHED and (len(laid) or finishes)]:
+        # Without a change of dtype the sums are the results, but not in a tensor that is finished row by row or closed.
+        same = found[name].dtype == types.model and not finishes and not (opens and name == "dq")
+        found[FINISHED[name]] = found[name] if same else torch.empty_like(found[name], dtype=types.model)
     return found
 
 

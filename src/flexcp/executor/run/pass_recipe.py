@@ -99,14 +99,15 @@ def pass_recipe(program: RankProgram, backward: bool, shape: Shape, packing: str
 def touched_dq(program: RankProgram) -> dict[int, int]:
     """Return, for each query shelf, the first slot that receives, sends or moves its dq (number of slots if none does).
 
-    A slot moves data before it computes. So in all earlier slots a kernel may leave the shelf's dq *open*, that is, in
-    an unfinished form of its own (:mod:`flexcp.executor.kernels`).
+    Laid blocks do not count: they are written to another tensor. A slot moves data before it computes. So in all
+    earlier slots a kernel may leave the shelf's dq *open*, that is, in an unfinished form of its own
+    (:mod:`flexcp.executor.kernels`).
     """
     first = {number: len(program.slots) for number, shelf in enumerate(program.shelves) if shelf.side == QUERIES}
     for at, slot in enumerate(program.slots):
         moved = [block for pair in slot.own for block in pair]
         for block in [b for m in slot.receive + slot.send for b in m.blocks] + moved:
-            if block.kind == Kind.DQ:
+            if block.kind == Kind.DQ and not block.laid:
                 first[block.shelf] = min(first[block.shelf], at)
     return first
 

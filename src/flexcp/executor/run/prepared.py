@@ -90,8 +90,10 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
     untouched = recipe.untouched_dq if hasattr(module, "close_dq") else {}
     can_finish = getattr(module, "FINISHES", False)
     finished = recipe.finished_rows if can_finish else None
-    # If no message ever touches dq of own rows, only work lists add to it, so it is complete when it is closed.
-    finishes = can_finish and recipe.backward and untouched.get(QUERIES) == len(program.slots) and recipe.has_own_lists
+    # If no message ever touches dq of own rows, only work lists add to it, so it is complete when it is closed. Closing
+    # writes every row, so there must be no laid ones.
+    lists_alone = untouched.get(QUERIES) == len(program.slots) and len(program.laid[QUERIES]) == 0
+    finishes = can_finish and recipe.backward and lists_alone and recipe.has_own_lists
     model = (shape, kernel, module, types, lists)
     work = [
         [

@@ -7,18 +7,20 @@ order too. So tokens that came from several ranks lie side by side, and the work
 Regions (the parts of the attention matrix that the plan gives this rank) are cut by shelves into work, which runs in
 the slot given by :mod:`flexcp.plan.slots`. If the plan holds back a share of the work on own rows and own keys, to hide
 transfers of results, that share is cut off at a whole tile. Results accumulate in the rows of the shelf that holds
-their queries (o, dq) or keys (dkv), and are sent from there.
+their queries (o, dq) or keys (dkv), and are sent from there. Results of own rows that arrive complete are *laid*
+(:mod:`flexcp.executor.run.laid_rows`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks
 from flexcp.arrays.intervals import overlaps
+from flexcp.executor.run.laid_rows import NO_AREAS, joined_areas
 from flexcp.masks import K0, K1, Q0, Q1
 from flexcp.plan.execution import margins
 from flexcp.plan.memory import KEYS, QUERIES, Layout, arena_layout, kept_starts
@@ -59,7 +61,8 @@ class Block:
     """One piece inside a message, or a move between two shelves: ``count`` rows of a shelf, for some of its heads.
 
     ``shelf`` is the number of the shelf. The heads are ``h0 <= h < h1``, counted from the shelf's first head.
-    ``partial`` says that it is a partial result, which others are added to.
+    ``partial`` says that it is a partial result, which others are added to. ``laid`` says that it is a complete result
+    of own rows, which is copied (:mod:`flexcp.executor.run.laid_rows`).
     """
 
     kind: Kind
@@ -69,6 +72,7 @@ class Block:
     h0: int
     h1: int
     partial: bool
+    laid: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,14 @@ class RankProgram:
     """
     kept_size: int
     """Bytes of the memory for kept keys and values."""
+    laid: tuple[Ints, Ints] = (NO_AREAS, NO_AREAS)
+    """The areas (rows and heads) of own queries, and of own keys, whose results arrive complete."""
 
 
 def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgram:
     """Derive the program of ``rank`` for one mask (its index in the plan) and direction."""
     shelves, slots = _Builder(plan, rank, mask, backward).build()
+    laid = _mark_laid(shelves, slots)
     numbers = [n for n, shelf in enumerate(shelves) if n > KEYS and shelf.side == KEYS]
     if not plan.programs[mask][1].keys_kept:
         numbers = []
@@ -140,7 +147,23 @@ def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgra
     program = plan.programs[mask][backward]
     posts = tuple(program.execution.posts(slot) for slot in range(program.stages))
     left = tuple(margins(program, plan.ranks)[rank].tolist())
-    return RankProgram(shelves, slots, arena_layout(plan, rank, mask, backward), posts, left, kept, starts[-1])
+    return RankProgram(shelves, slots, arena_layout(plan, rank, mask, backward), posts, left, kept, starts[-1], laid)
+
+
+def _mark_laid(shelves: tuple[Shelf, ...], slots: tuple[Slot, ...]) -> tuple[Ints, Ints]:
+    """Mark the laid blocks of all slots, and return the areas that they cover of own queries and of own keys."""
+    found: list[list[tuple[int, int, Rows]]] = [[], []]
+
+    def marked(block: Block) -> Block:
+        if block.kind not in OUTPUTS or block.shelf not in (QUERIES, KEYS) or block.partial:
+            return block
+        found[block.shelf].append((block.h0, block.h1, block.rows))
+        return replace(block, laid=True)
+
+    for slot in slots:
+        slot.receive = [Message(m.peer, tuple(marked(block) for block in m.blocks)) for m in slot.receive]
+        slot.own = [(here, marked(there)) for here, there in slot.own]
+    return joined_areas(found[QUERIES], shelves[QUERIES].rows), joined_areas(found[KEYS], shelves[KEYS].rows)
 
 
 @dataclass

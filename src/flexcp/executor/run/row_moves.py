@@ -4,22 +4,23 @@ The heads of a row lie side by side on a shelf and in a message, so every block 
 rows of equal length, at equal distances, that move from one tensor to another. All messages of a stage lie in one
 allocation, so a few pairs of tensors (a field of a shelf, and the messages) cover everything that moves to or from all
 peers. One launch moves all of it, however many blocks there are. Outputs are reduced message by message, so that their
-order is fixed.
+order is fixed; laid ones (:mod:`flexcp.executor.run.laid_rows`) are copied together with inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import spread
+from flexcp.executor.run.laid_rows import FINISHED, other_areas
 from flexcp.executor.run.message_parts import message_bytes, message_parts
 from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows
-from flexcp.plan.memory import aligned_starts
+from flexcp.plan.memory import KEYS, QUERIES, aligned_starts
 from flexcp.shape import DTYPE_BYTES, FIELDS, OUTPUTS, Field, Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -95,11 +96,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class RowMoves:
-    """For each stage, the launches that fill messages, take in received ones, and move blocks inside the rank."""
+    """For each stage, the launches that fill messages, take in received ones, and move blocks inside the rank.
+
+    For each side (queries, keys) with laid results, ``rounds`` are the launches that round the sums of all other
+    results, and ``copies_of_laid`` those that copy the laid ones to the sums.
+    """
 
     packs: list[list[Launch]]
     unpacks: list[list[Launch]]
     moves: list[list[Launch]]
+    rounds: list[list[Launch]]
+    copies_of_laid: list[list[Launch]]
 
 
 def row_moves(program: RankProgram, shape: Shape) -> RowMoves:
@@ -112,6 +119,8 @@ def row_moves(program: RankProgram, shape: Shape) -> RowMoves:
             [launch for here, there in slot.own for launch in made.launches(made.inside(here, there))]
             for slot in program.slots
         ],
+        [made.launches(made.rounded(side)) for side in (QUERIES, KEYS)],
+        [made.launches(made.copied_back(side)) for side in (QUERIES, KEYS)],
     )
 
 
@@ -147,16 +156,44 @@ class _Builder:
             summed += [launch for moves in outputs for launch in self.launches(moves)]
         return self.launches(laid) + summed
 
+    def rounded(self, side: int) -> Iterator[Move]:
+        """Yield the moves of sums to finished results, for all results of a side's own rows that are not laid.
+
+        There are none for a side without laid results.
+        """
+        shelf = self.program.shelves[side]
+        summed = other_areas(self.program.laid[side], shelf.h1 - shelf.h0, shelf.rows)
+        return (Move("copy", sums, finished, length) for sums, finished, length in self._own_results(side, summed))
+
+    def copied_back(self, side: int) -> Iterator[Move]:
+        """Yield the moves of the laid results of a side from the finished results to the sums."""
+        found = self._own_results(side, self.program.laid[side])
+        return (Move("copy", finished, sums, length) for sums, finished, length in found)
+
+    def _own_results(self, side: int, areas: Ints) -> Iterator[tuple[Place, Place, int]]:
+        """Yield (place of sums, place of finished results, elements of a row) for areas of a side with laid results."""
+        received = [block for slot in self.program.slots for message in slot.receive for block in message.blocks]
+        moved = [there for slot in self.program.slots for _, there in slot.own]
+        kinds = {block.kind for block in received + moved if block.laid and block.shelf == side}
+        for field in (f for kind in sorted(kinds) for f in FIELDS[kind] if f.name in FINISHED):
+            for h0, h1, first, last in areas.tolist():
+                block = Block(Kind.O, side, slice(first, last), last - first, h0, h1, False)
+                yield self._on_shelf(block, field), self._finished(block, field), self._length(block, field)
+
     def inside(self, here: Block, there: Block) -> Iterator[Move]:
         """Yield the moves of a block from one shelf of this rank to another."""
         return self._taken_in(there, {field.name: self._on_shelf(here, field) for field in FIELDS[here.kind]})
 
     def _taken_in(self, block: Block, places: dict[str, Place]) -> Iterator[Move]:
-        """Yield the moves of a block to its shelf: inputs are copied, gradients added, outputs merged.
+        """Yield the moves of a block to its shelf: inputs and laid results are copied, gradients added, outputs merged.
 
         ``places`` are the places that the block's fields come from, by field name.
         """
         fields = {field.name: field for field in FIELDS[block.kind]}
+        if block.laid:
+            for name, field in fields.items():
+                yield Move("copy", places[name], self._finished(block, field), self._length(block, field))
+            return
         if block.kind == Kind.O:
             lse = (places["lse"], self._on_shelf(block, fields["lse"]))
             target, length = self._on_shelf(block, fields["out"]), self._length(block, fields["out"])
@@ -176,6 +213,13 @@ class _Builder:
         dtype = self.shape.dtype if field.precise is False else self.accumulator
         step = (shelf.h1 - shelf.h0) * numbers
         return Place(block.shelf, field.name, dtype, block.rows, block.h0 * numbers, step)
+
+    def _finished(self, block: Block, field: Field) -> Place:
+        """Return the place of a block's field among the finished results of own rows; its LSE has no other place."""
+        place = self._on_shelf(block, field)
+        if field.name not in FINISHED:
+            return place
+        return replace(place, name=FINISHED[field.name], dtype=self.shape.dtype)
 
     def _in_messages(self, messages: list[Message]) -> Iterator[list[tuple[Block, dict[str, Place]]]]:
         """Yield for each message its blocks, with the places of their fields in the message."""

@@ -34,9 +34,9 @@ class RowPacking:
 
     def __init__(self, program: RankProgram, shape: Shape, types: Types, moves: RowMoves | None = None) -> None:
         found = moves or row_moves(program, shape)
-        self._packs, self._unpacks, self._moves = (
-            [[_OnDevice(made, uploaded(made.table, types.device)) for made in stage] for stage in side]
-            for side in (found.packs, found.unpacks, found.moves)
+        self._packs, self._unpacks, self._moves, self._rounds, self._copies_of_laid = (
+            [[_OnDevice(made, uploaded(made.table, types.device)) for made in each] for each in lists]
+            for lists in (found.packs, found.unpacks, found.moves, found.rounds, found.copies_of_laid)
         )
 
     def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
@@ -49,6 +49,14 @@ class RowPacking:
 
     def move(self, stage: int, shelves: Shelves) -> None:
         for launch in self._moves[stage]:
+            _run(launch, None, shelves)
+
+    def round_sums(self, side: int, shelves: Shelves) -> None:
+        for launch in self._rounds[side]:
+            _run(launch, None, shelves)
+
+    def copy_laid_to_sums(self, side: int, shelves: Shelves) -> None:
+        for launch in self._copies_of_laid[side]:
             _run(launch, None, shelves)
 
 

@@ -32,7 +32,8 @@ class Listed:
 
     ``rows`` and ``keys`` are the numbers of tokens on its query and key shelves (buffers), ``shelf`` is the number of
     the query shelf, and ``h0`` to ``h1`` (exclusive) are its heads among the ``shelf_heads`` heads there. ``open_dq``
-    tells whether that shelf's dq may stay open (in an order and scale of the kernel's own) while the list runs.
+    tells whether that shelf's dq may stay open (in an order and scale of the kernel's own) while the list runs, and
+    ``alone`` whether nothing but the rank's lists adds to dq of own rows.
     ``begins`` and ``finishes`` are the runs of rows that the list begins and finishes; None if the rank's lists do not
     begin and finish all of its own rows.
     """
@@ -45,6 +46,7 @@ class Listed:
     h0: int
     h1: int
     open_dq: bool = False
+    alone: bool = False
     begins: Any = None
     finishes: Any = None
 
@@ -52,6 +54,7 @@ class Listed:
 def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
     """Return the work lists of each slot of a rank's program, ``[slot][list]``."""
     touched, finished = touched_dq(program), None if backward else finished_rows(program)
+    alone = touched[QUERIES] == len(program.slots) and len(program.laid[QUERIES]) == 0
     found = []
     for at, slot in enumerate(program.slots):
         lists = []
@@ -68,6 +71,7 @@ def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
                     work.h0 - queries.h0,
                     work.h1 - queries.h0,
                     at < touched[work.q_shelf],
+                    alone,
                     None if own is None else own.begins,
                     None if own is None else own.finishes,
                 )
@@ -95,7 +99,7 @@ class RankLists:
         may_open = backward and hasattr(self.module, "close_dq")
         for x in lists:
             self._add(x, finishes and not backward and x.finishes is not None, may_open)
-        own_alone = all(x.open_dq for x in lists if x.shelf == QUERIES)
+        own_alone = all(x.alone for x in lists if x.shelf == QUERIES)
         self._opened = {x.shelf: x.shelf == QUERIES and own_alone and finishes for x in lists if x.open_dq and may_open}
 
     def run(self, settings: Settings) -> None:
