@@ -326,7 +326,12 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "cap of a static strategy": (
         {"strategy": "dp", "max_tokens_per_rank": 400},
         {},
-        ["700 tokens", "rank 0", "=400", "micro-batches"],
+        ["700 tokens", "rank 0", "=400", "document 0 alone has 700", "micro-batches do not help", "cut the document"],
+    ),
+    "cap of a static strategy, no document above it": (
+        {"strategy": "dp", "max_tokens_per_rank": 710},
+        {"lengths": [600, 600, 600, 600, 400]},
+        ["1000 tokens", "=710", "or cut the batch into micro-batches"],
     ),
     "cap and pads of a static strategy": (
         {"strategy": "ring", "max_tokens_per_rank": 400},

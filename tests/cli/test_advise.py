@@ -182,6 +182,58 @@ def test_why_todays_method_cannot_be_simulated_is_told() -> None:
     assert "zigzag:3 does not divide the 8 ranks into groups; degrees that do: [1, 2, 4, 8]" in str(result.exception)
 
 
+def test_help_says_when_compare_gives_the_same_times() -> None:
+    told = " ".join(invoke("advise", "--help").stdout.replace("`", "").split())
+    assert "flexcp compare gives the same times for one pass" in told
+    assert "for the same model, cluster and --max-tokens-per-rank." in told
+
+
+RARE = ["500"] * 90 + ["6000"] + ["500"] * 10
+"""Documents for 4 ranks of at most 4,096 tokens: ``dp`` suits the simulated passes, not the one with the long one."""
+
+
+def test_a_static_method_that_cannot_run_a_pass_is_neither_baseline_nor_advice(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    words = [str(file), "--ranks", "4", "--max-tokens-per-rank", "4k"]
+    file.write_text("\n".join(length for length in RARE if length == "500"))
+    assert advice(*words)["static"]["strategy"] == "dp", "a test of nothing: dp is not the best without the document"
+    file.write_text("\n".join(RARE))
+    found = advice(*words)
+    assert found["longest_in"] == {"simulated": 0, "all": 1}, "a test of nothing: the long document was simulated"
+    assert found["static"]["strategy"] != "dp" and found["baseline"].startswith(found["static"]["strategy"])
+    assert found["static_by_load"]["strategy"] != "dp@load"
+    assert found["memory"]["refused_passes"] == 0 and "refuses" not in (found["why"] or "")
+    text = " ".join(invoke("advise", *words).stdout.split())
+    assert "Static methods that refuse a planned pass were not considered: dp." in text
+    assert "stay with dp." not in text
+
+
+def test_todays_method_that_cannot_run_a_pass_is_never_advised(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(RARE))
+    words = [str(file), "--ranks", "4", "--max-tokens-per-rank", "4k", "--today"]
+    found = advice(*words, "dp")
+    says = f"dp cannot run 1 of {found['passes']} planned passes: this strategy keeps 6000 tokens on rank 0, over "
+    assert found["why"].startswith(f"{says}max_tokens_per_rank=4096; document 6 alone has 6000 tokens")
+    assert found["baseline"] == "dp, what you use today" and found["verdict"] in ("swap", "free") and found["code"]
+    assert found["pays"].startswith("Neither the loader (")
+    assert found["memory"]["refused_passes"] == 0
+    text = " ".join(invoke("advise", *words, "dp").stdout.split())
+    assert f"What to do You need a change: {says}" in text and "Do not bother" not in text
+    assert advice(*words, "zigzag")["why"] is None or "cannot run" not in advice(*words, "zigzag")["why"]
+
+
+def test_where_no_static_method_can_run_all_passes_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(RARE))
+    monkeypatch.setattr("flexcp.compare.epoch_refusals.refusal", lambda request, name: "too long for a test")
+    result = CliRunner().invoke(app, ["advise", str(file), "--ranks", "4", "--max-tokens-per-rank", "4097"])
+    assert str(result.exception).startswith(
+        "no static method can run all planned passes of these documents on h100:1x4 with at most 4,097 tokens a rank "
+        "(dp: too long for a test); raise --max-tokens-per-rank"
+    )
+
+
 def test_one_rank_and_too_long_a_document() -> None:
     found = advice("100,7", "--cluster", "h100:1x1")
     assert (found["verdict"], found["why"]) == ("static", "there is one rank, so nothing has to be divided")
@@ -287,7 +339,7 @@ def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
     static = answer_of("zigzag", [[500, 1200, 600, 330]] * 4, [1] * 4)
     far = why_static(advice_on(static, answer_of("blocks", [[500, 1180, 600, 330]] * 4, [1] * 4), 1000))
     for part in (
-        "zigzag takes 2.6 times as long as perfectly divided compute, and the best plan, blocks, 2.6 times",
+        "zigzag takes 2.63 times as long as perfectly divided compute, and the best plan, blocks, 2.61 times",
         "46 % waiting for others, 13 % gradient sync and 4 % work that perfectly divided compute does not have",
     ):
         assert part in far, far

@@ -4,6 +4,8 @@ and ``auto`` goes on after a refusal but never hides a bug.
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -94,6 +96,16 @@ def test_a_wrong_argument_is_no_refusal(strategy: str) -> None:
         ((41,), {"max_tokens_per_rank": 8, "equal_tokens": True, "pad_to": 8}, "raise the cap to 16,"),
         ((3, 41), {"max_tokens_per_rank": 10}, "document 1 has 41 tokens"),
         (
+            (60, 41),
+            {"max_tokens_per_rank": 10},
+            "raise the cap to 26, which all 101 tokens of the batch need (15 if the batch is cut into micro-batches),",
+        ),
+        (
+            (21, 20),
+            {"max_tokens_per_rank": 8, "equal_tokens": True, "pad_to": 8},
+            "41 tokens do not fit 4 ranks with max_tokens_per_rank=8 in multiples of pad_to=8: at least 16 a rank",
+        ),
+        (
             (21, 20),
             {"max_tokens_per_rank": 10},
             "41 tokens do not fit 4 ranks with max_tokens_per_rank=10: at least 11",
@@ -110,6 +122,15 @@ def test_a_cap_that_holds_nothing_names_what_would(lengths: Any, options: dict[s
     with pytest.raises(Refused) as caught:
         refuse_over_cap(request)
     assert words in str(caught.value)
+
+
+def test_the_cap_that_a_refusal_names_suffices() -> None:
+    for lengths, cap in (((50, 39), 20), ((50,), 20), ((30, 30), 29), ((7, 7, 90), 3)):
+        request = Request(make_batch(lengths, causal()), Shape(8, 2, 16, 16), cluster("h100", 1, 2), CostModel())
+        with pytest.raises(Refused) as caught:
+            refuse_over_cap(replace(request, max_tokens_per_rank=cap))
+        [named] = re.findall(r"raise the cap to (\d+)|at least (\d+) a rank", str(caught.value))
+        refuse_over_cap(replace(request, max_tokens_per_rank=int("".join(named))))
 
 
 def test_a_cap_that_just_fits_is_no_refusal() -> None:

@@ -117,10 +117,25 @@ def test_pads_fill_every_rank_to_the_same_multiple() -> None:
 
 def test_a_cap_counts_all_runs_of_a_rank() -> None:
     runs = Runs(*np.array([[0, 0, 5], [1, 5, 7], [1, 9, 13]]).T)
-    check_cap(runs, None)
-    check_cap(runs, 6)
+    check_cap(runs, request_of([6, 7]))
+    check_cap(runs, request_of([6, 7], max_tokens_per_rank=6))
     with pytest.raises(Refused, match="keeps 6 tokens on rank 1, over max_tokens_per_rank=5"):
-        check_cap(runs, 5)
+        check_cap(runs, request_of([6, 7], max_tokens_per_rank=5))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([7, 2, 4], "or cut the batch into micro-batches"),
+        ([6, 7], "or cut the batch into micro-batches"),
+        ([2, 11], "document 1 alone has 6 tokens there, so micro-batches do not help: raise the cap, .* cut the doc"),
+    ],
+)
+def test_micro_batches_are_named_only_where_they_help(lengths: list[int], says: str) -> None:
+    """Rank 1 keeps 6 tokens, over a cap of 5: all of one document, or of two that micro-batches may separate."""
+    runs = Runs(*np.array([[0, 0, 5], [1, 9, 13], [1, 5, 7]]).T)
+    with pytest.raises(Refused, match=says):
+        check_cap(runs, request_of(lengths, max_tokens_per_rank=5))
 
 
 def test_rows_of_the_same_rank_and_heads_are_joined_inside_documents() -> None:

@@ -14,7 +14,9 @@ passes spread over the data are simulated with :func:`flexcp.compare.compare.com
 - *free*: flexcp places tokens too, as its loader does, with ``auto``, which takes the fastest of static and dynamic
   plans in every pass.
 
-A document that is longer than all ranks together can keep is refused even if its pass is not simulated.
+A document that is longer than all ranks together can keep is refused even if its pass is not simulated. A static method
+that refuses any pass of the epoch that is planned (:mod:`flexcp.compare.epoch_refusals`) is never the best one; if the
+user runs such a method today, the advice says so and never is to stay with it.
 
 The advised answer is then planned for more passes, to tell how much memory its ranks need over an epoch
 (:mod:`flexcp.compare.epoch_memory`).
@@ -27,12 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from flexcp.arrays.totals import imbalance
 from flexcp.batch import Batch, make_batch
 from flexcp.clusters import Cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, compare_batches, planned
 from flexcp.compare.epoch_memory import EpochMemory, epoch_memory
+from flexcp.compare.epoch_refusals import EpochPasses, Refusals
 from flexcp.compare.static_choice import first_of_fastest, spread_over
 from flexcp.cost import CostModel
 from flexcp.data.lengths import batch_tokens, cut_batches, left_out_words
@@ -152,7 +156,9 @@ class Advice:
     ``bound_ns`` the time of these if all compute were divided perfectly. ``longest_in`` counts the passes with a
     document of the greatest length, first among the simulated passes, then among all. ``left_out`` tells in words which
     documents at the end are in no pass; it is empty if every document is in a pass. ``memory`` is what attention needs
-    on the worst rank over an epoch with the advised answer.
+    on the worst rank over an epoch with the advised answer. ``cannot`` counts the planned passes that today's method
+    refuses; it is None if it refuses none. ``passed_over`` names static methods that were not considered because they
+    refuse a planned pass.
     """
 
     question: Question
@@ -167,6 +173,8 @@ class Advice:
     in_layout: Answer | None = None
     left_out: str = ""
     memory: EpochMemory | None = None
+    cannot: Refusals | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def margin(self) -> float:
@@ -208,12 +216,18 @@ class Advice:
         """What to use: ``free``, ``swap`` or ``static``.
 
         A change is recommended only if its gain exceeds the margin. If that of a swap does, the loader (``free``) is
-        recommended only if it is faster than the swap by more than the margin.
+        recommended only if it is faster than the swap by more than the margin. If today's method refuses passes, one of
+        the two is recommended whatever it gains.
         """
         swap, free = self.swap, self.free
-        if swap is not None and self.sure(swap) and swap.total_ns <= free.total_ns * (1 + self.margin):
+        near = swap is not None and swap.total_ns <= free.total_ns * (1 + self.margin)
+        if near and swap is not None and self.sure(swap):
             return "swap"
-        return "free" if self.sure(free) else "static"
+        if self.sure(free):
+            return "free"
+        if self.cannot is None:
+            return "static"
+        return "swap" if near else "free"
 
     @property
     def chosen(self) -> Answer:
@@ -229,15 +243,16 @@ class Advice:
         If the swap does not fit, the sentence says so, and gives the loader's gain.
         """
         swap, free = self.swap, self.free
-        if self.runs_it_today and self.verdict == "static":
+        neither = not self.sure(free) and (swap is None or not self.sure(swap))
+        if self.runs_it_today and neither:
             other = "does not fit" if swap is None else f"({self.times(self.gain(swap))} times its speed) does not pay"
             return f"The loader with {free.name} is what you run today; the swap {other}."
         loader = f"the loader ({self.times(self.gain(free))} times the speed of {self.static.name})"
         if swap is None:
-            pays = "does not pay beyond the model's error" if self.verdict == "static" else "pays"
+            pays = "does not pay beyond the model's error" if neither else "pays"
             return f"The swap does not fit; {loader} {pays}."
         swapped = f"the swap ({self.times(self.gain(swap))} times)"
-        if self.verdict == "static":
+        if neither:
             return f"Neither {loader} nor {swapped} pays beyond the model's error."
         if self.sure(free) and self.sure(swap):
             return f"Both pay: {loader} and {swapped}."
@@ -256,16 +271,25 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     passes = deal(lengths, question)
     looked_at = spread_over(passes, MOST_PASSES)
     requests = [request_of(question, make_batch(found, masks=question.masks)) for found in looked_at]
-    static = fastest(answers_of(question, requests, (question.today,) if question.today else STATIC, tell))
-    by_load = fastest(answers_of(question, requests, STATIC_BY_LOAD, tell))
+    epoch = EpochPasses([max(found) for found in passes], _requests(question, passes))
+    names = (question.today,) if question.today else STATIC
+    static, cannot = fastest_of_epoch(question, requests, names, tell, epoch), None
+    if static is None and question.today:
+        static = fastest(answers_of(question, requests, names, tell))
+        cannot = None if static is None else epoch.refusals(static.name)
+    passed_over = () if question.today else tuple(epoch.refusing)
+    by_load = fastest_of_epoch(question, requests, STATIC_BY_LOAD, tell, epoch)
     free = fastest(answers_of(question, requests, ("auto",), tell))
     if static is None or free is None:
         why = ""
         if static is None and question.today:
             what, out = f"{question.today}, what you use today, does not suit", "name another method with --today, "
             why = _refusal(question.today, requests)
+        elif static is None:
+            what, out = "no static method can run all planned passes of", ""
+            why = "".join(f" ({name}: {reason})" for name, reason in list(epoch.refusing.items())[:1])
         else:
-            what, out = "no static method fits" if static is None else "no strategy fits", ""
+            what, out = "no strategy fits", ""
         raise ValueError(
             f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a "
             f"rank{why}; {out}raise --max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
@@ -281,21 +305,26 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
     seen, in_all = (sum(max(found) == max(lengths) for found in some) for some in (looked_at, passes))
     answers = (static, swap, free, bound, (seen, in_all), by_load, in_layout, left_out_words(lengths, passes, "pass"))
-    found = Advice(question, tuple(lengths), len(passes), *answers)
-    return replace(found, memory=_memory(found, passes, tell))
+    found = Advice(question, tuple(lengths), len(passes), *answers, cannot=cannot, passed_over=passed_over)
+    return replace(found, memory=_memory(found, epoch, tell))
 
 
-def _memory(advice: Advice, passes: Sequence[Sequence[int]], tell: Callable[[str], None]) -> EpochMemory:
+def _requests(question: Question, passes: Sequence[Sequence[int]]) -> Callable[[int], Request]:
+    """Return the function from the number of a pass to its request; each request is made once."""
+    return cache(lambda number: request_of(question, make_batch(passes[number], masks=question.masks)))
+
+
+def _memory(advice: Advice, epoch: EpochPasses, tell: Callable[[str], None]) -> EpochMemory:
     """Return what attention needs on the worst rank over all passes with the advised answer."""
-    question, answer = advice.question, advice.chosen
+    answer = advice.chosen
 
     def request(number: int) -> Request:
-        batch = make_batch(passes[number], masks=question.masks)
-        layout = user_layout("contiguous", batch.tokens, question.cluster.ranks) if answer is advice.swap else None
-        return replace(request_of(question, batch), layout=layout)
+        found = epoch.request_of(number)
+        layout = user_layout("contiguous", found.batch.tokens, found.ranks) if answer is advice.swap else None
+        return replace(found, layout=layout)
 
     strategy = answer.name if advice.verdict == "static" else "auto"
-    return epoch_memory(answer.name, strategy, [max(lengths) for lengths in passes], request, tell)
+    return epoch_memory(answer.name, strategy, epoch.longest, request, tell)
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
@@ -335,14 +364,40 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
     return next(answer for answer in answers if answer.name == name)
 
 
+def fastest_of_epoch(
+    question: Question,
+    requests: Sequence[Request],
+    names: Sequence[str],
+    tell: Callable[[str], None],
+    epoch: EpochPasses,
+) -> Answer | None:
+    """Return the fastest answer for ``requests`` of the strategies that can run all planned passes of the epoch.
+
+    Only a strategy that is the fastest is asked whether it can. One that cannot gets another degree that can, or drops
+    out.
+    """
+    found = {name: answers_of(question, requests, (name,), tell) for name in names}
+    while (best := fastest([answer for some in found.values() for answer in some])) is not None:
+        if epoch.can_run(best.name):
+            return best
+        name = next(name for name, some in found.items() if any(answer is best for answer in some))
+        found[name] = answers_of(question, requests, (name,), tell, epoch.can_run)
+    return None
+
+
 def answers_of(
-    question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
+    question: Question,
+    requests: Sequence[Request],
+    names: Sequence[str],
+    tell: Callable[[str], None],
+    accepts: Callable[[str], bool] = lambda _: True,
 ) -> list[Answer]:
     """Return an answer for each strategy of ``names`` that accepts all requests.
 
-    A static strategy has the degree that is best for all of them together.
+    A static strategy has the degree that is best for all of them together. Strategies and degrees for which
+    ``accepts(name)`` is false are left out.
     """
-    rows = compare_batches(requests, names, question.rules, tell)
+    rows = compare_batches(requests, names, question.rules, tell, accepts)
     return [_answer(name, found) for name, found in rows.items()]
 
 

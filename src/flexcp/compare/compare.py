@@ -184,15 +184,17 @@ def compare_batches(
     names: Sequence[str],
     rules: Rules = Rules(),  # noqa: B008 - immutable
     tell: Callable[[str], None] = lambda _: None,
+    accepts: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, list[Row]]:
     """Return, for every strategy that accepts all requests, one row per request.
 
     Keys are the names of strategies. A static strategy named without a degree has the one degree that is best for all
-    requests together; its name then includes it. ``tell`` receives progress messages.
+    requests together; its name then includes it. ``tell`` receives progress messages. A strategy or degree for which
+    ``accepts(name)`` is false is left out.
     """
     tell(f"choosing degrees for {len(requests)} passes")
     asked = [_asked(request) for request in requests]
-    rows: dict[str, list[Row]] = {n: [] for given in names if (n := common_degree(asked, given)) is not None}
+    rows: dict[str, list[Row]] = {n: [] for given in names if (n := common_degree(asked, given, accepts)) is not None}
     for number, request in enumerate(requests, 1):
         where = f"pass {number} of {len(requests)}"
         found = compare(
@@ -211,24 +213,25 @@ def method_of(name: str) -> str:
     return name.partition("@")[0].partition(":")[0]
 
 
-def common_degree(requests: Sequence[Request], name: str) -> str | None:
+def common_degree(
+    requests: Sequence[Request], name: str, accepts: Callable[[str], bool] = lambda _: True
+) -> str | None:
     """Return the name of a static strategy with the one degree that takes the least time over all requests.
 
     Degrees are compared by the closed form, and those near the least time are simulated. The result is None if no
     degree accepts all requests. A name that already has a degree, or that is no static strategy, is returned as it is.
-    The returned name is meant for :func:`compare` with ``search=False``.
+    Names for which ``accepts(name)`` is false are never returned. The returned name is meant for :func:`compare` with
+    ``search=False``.
     """
     if not _is_searched(name):
-        return name
+        return name if accepts(name) else None
     totals: dict[str, int] | None = None
     for request in requests:
         found = {method: ns for ns, method, _ in _degrees(request, name)}
         totals = found if totals is None else {m: totals[m] + ns for m, ns in found.items() if m in totals}
-    if not totals:
-        return None
-    near = _near([(ns, method) for method, ns in totals.items()])
-    if len(near) == 1:
-        return near[0]
+    near = _near([(ns, method) for method, ns in (totals or {}).items()], accepts)
+    if len(near) <= 1:
+        return near[0] if near else None
     return min(near, key=lambda method: sum(_step_ns(request, _place(request, method), method) for request in requests))
 
 
@@ -260,6 +263,18 @@ def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan
         return name, auto_plan(request)
     name, placement = _placed(request, name) if search else (name, _place(request, name))
     return name, _scheduled(request, placement, name)
+
+
+def refusal(request: Request, name: str) -> str | None:
+    """Return why a strategy cannot place the tokens of a request, or None if it can; nothing is scheduled.
+
+    A static strategy named without a degree is divided over all ranks.
+    """
+    try:
+        _place(request, name)
+    except Refused as refused:
+        return str(refused)
+    return None
 
 
 def _scheduled(request: Request, placement: Placement, name: str) -> Plan:
@@ -309,14 +324,20 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
     return best, placed[best]
 
 
-def _near(priced: list[tuple[int, str]]) -> list[str]:
+def _near(priced: list[tuple[int, str]], accepts: Callable[[str], bool] = lambda _: True) -> list[str]:
     """Return the names of the cheapest degrees from (nanoseconds by the closed form, name), at most MOST_SIMULATED.
 
-    The time of all of them is within ``NEAR_PERCENT`` of the least.
+    The time of all of them is within ``NEAR_PERCENT`` of the least. Those for which ``accepts(name)`` is false do not
+    count; the cheapest are asked first, and no more than needed.
     """
-    ordered = sorted(priced, key=lambda found: found[0])
-    most = ordered[0][0] * (100 + NEAR_PERCENT) // 100
-    return [name for ns, name in ordered[:MOST_SIMULATED] if ns <= most]
+    near, most = list[str](), 0
+    for ns, name in sorted(priced, key=lambda found: found[0]):
+        if len(near) == MOST_SIMULATED or (near and ns > most):
+            break
+        if accepts(name):
+            most = most if near else ns * (100 + NEAR_PERCENT) // 100
+            near.append(name)
+    return near
 
 
 def _is_searched(name: str) -> bool:

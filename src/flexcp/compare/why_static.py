@@ -48,12 +48,12 @@ def why_static(advice: Advice) -> str:
             f"{100 * static.share('linear'):.0f} % and exposed gradient sync {100 * static.share('sync'):.0f} %"
         )
     best = min((a for a in (static, advice.swap, advice.free) if a is not None), key=lambda a: a.total_ns)
-    how = f"{static.name} takes {times:.1f} times as long as perfectly divided compute, "
+    how = f"{static.name} takes {times:.2f} times as long as perfectly divided compute, "
     if best is static:
         how += f"and no plan is faster: of its pass {_words(advice, static)}"
     else:
         how += (
-            f"and the best plan, {best.name}, {best.total_ns / bound:.1f} times: of {static.name}'s pass "
+            f"and the best plan, {best.name}, {best.total_ns / bound:.2f} times: of {static.name}'s pass "
             f"{_words(advice, static)}; of {best.name}'s {_words(advice, best)}"
         )
     parts = losses(best, advice.bound_ns)

@@ -108,17 +108,25 @@ def refuse_over_cap(request: Request) -> None:
         limit += f" in multiples of pad_to={request.pad_to}"
     longest = int(lengths.argmax())
     multiple = request.pad_to if request.equal_tokens else 1
-    least = -(-int(lengths[longest]) // (request.ranks * multiple)) * multiple
+    alone, enough = (
+        -(-tokens // (request.ranks * multiple)) * multiple for tokens in (int(lengths[longest]), request.batch.tokens)
+    )
     if int(lengths[longest]) > room:
         raise Refused(
             f"document {longest} has {int(lengths[longest])} tokens, more than {request.ranks} ranks keep together "
-            f"with {limit}; raise the cap to {least}, use more ranks, "
-            "or cut the document"
+            f"with {limit}; raise the cap to {enough}"
+            + (
+                f", which all {request.batch.tokens} tokens of the batch need ({alone} if the batch is cut into "
+                "micro-batches)"
+                if alone < enough
+                else ""
+            )
+            + ", use more ranks, or cut the document"
         )
     if request.batch.tokens > room:
         raise Refused(
             f"{request.batch.tokens} tokens do not fit {request.ranks} ranks with {limit}: at least "
-            f"{-(-request.batch.tokens // request.ranks)} a rank are needed; "
+            f"{enough} a rank are needed; "
             "raise the cap, or cut the batch into micro-batches"
         )
 

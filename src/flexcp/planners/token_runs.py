@@ -82,16 +82,33 @@ def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, i
     return Runs.join([runs, pads]).sorted_by("rank", "start"), int(borders[-1] - tokens)
 
 
-def check_cap(runs: Runs, cap: int | None) -> None:
-    """Raise Refused if a rank keeps more than ``cap`` tokens, including pads; None is no limit."""
+def check_cap(runs: Runs, request: Request) -> None:
+    """Raise Refused if a rank keeps more than ``request.max_tokens_per_rank`` tokens, including pads."""
+    cap = request.max_tokens_per_rank
     tokens = np.zeros(int(runs.rank.max()) + 1, np.int64)
     np.add.at(tokens, runs.rank, runs.stop - runs.start)
-    if cap is not None and tokens.max() > cap:
+    if cap is None or tokens.max() <= cap:
+        return
+    fullest = int(tokens.argmax())
+    share = _tokens_of_documents(runs, fullest, request.batch)
+    over = f"this strategy keeps {int(tokens.max())} tokens on rank {fullest}, over max_tokens_per_rank={cap}; "
+    if request.layout is None and share.max() > cap:
         raise Refused(
-            f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over "
-            f"max_tokens_per_rank={cap}; "
-            "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
+            f"{over}document {int(share.argmax())} alone has {int(share.max())} tokens there, so micro-batches do not "
+            "help: raise the cap, use a strategy that divides the document over more ranks (auto, blocks, or a static "
+            "one with a larger degree), or cut the document"
         )
+    raise Refused(f"{over}raise the cap, use blocks with a free layout, or cut the batch into micro-batches")
+
+
+def _tokens_of_documents(runs: Runs, rank: int, batch: Batch) -> Ints:
+    """Return how many tokens of each document a rank keeps."""
+    mine = runs.rank == rank
+    order = np.argsort(runs.start[mine], kind="stable")
+    borders = np.stack([runs.start[mine][order], runs.stop[mine][order]], axis=1)
+    kept = offsets(borders[:, 1] - borders[:, 0])
+    before = np.interp(batch.starts, borders.ravel(), np.stack([kept[:-1], kept[1:]], axis=1).ravel())
+    return np.diff(before).astype(np.int64)
 
 
 def check_tolerances(request: Request, placement: Placement) -> None:

@@ -107,7 +107,7 @@ def _static(advice: Advice) -> str:
         f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: "
         f"{_share(static)}. Of its ranks {static.busiest_words} {static.compute_imbalance:.2f} times the mean's "
         f"attention. Compute divided perfectly, with no transfer or collective beside it, would save {lost:.0f} %."
-        f"{_by_load(advice)}"
+        f"{_by_load(advice)}{_passed_over(advice)}"
     )
 
 
@@ -123,6 +123,13 @@ def _by_load(advice: Advice) -> str:
         f" The best one that deals documents to its groups by load{instead}, {by_load.name}, takes {_ms(by_load)} a "
         "pass."
     )
+
+
+def _passed_over(advice: Advice) -> str:
+    """Return a further sentence on static methods that cannot run all passes; nothing if there is none."""
+    if not advice.passed_over:
+        return ""
+    return f" Static methods that refuse a planned pass were not considered: {', '.join(advice.passed_over)}."
 
 
 def _gains(advice: Advice) -> list[str]:
@@ -208,6 +215,7 @@ def _todo(advice: Advice) -> list[str]:
         else "One pass a step fits; no micro-batches."
     )
     return [
+        *([] if advice.cannot is None else [f"You need a change: {advice.cannot.words()}."]),
         what,
         micro,
         *_memory(advice),

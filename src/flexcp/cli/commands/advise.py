@@ -89,7 +89,7 @@ def advise(
     sequences as separate documents.
 
     Everything is simulated, and the known error of such simulations is stated. `flexcp compare` gives the same times
-    for one pass: a batch of the same file, for the same model and cluster.
+    for one pass: a batch of the same file, for the same model, cluster and --max-tokens-per-rank.
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
@@ -257,7 +257,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "free": answer(advice.free),
         "pays": advice.pays,
         "verdict": advice.verdict,
-        "why": why_static(advice) if advice.verdict == "static" else None,
+        "why": why_static(advice) if advice.verdict == "static" else advice.cannot and advice.cannot.words(),
         "memory": None if advice.memory is None else _memory_data(advice.memory),
         "code": dict(code),
     }

@@ -149,7 +149,7 @@ def _free(request: Request) -> Placement:
     runs, pads = runs_of_ranges(rank, start, stop), 0
     if request.equal_tokens:
         runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
-    check_cap(runs, request.max_tokens_per_rank)
+    check_cap(runs, request)
     regions = tuple(_regions(request, work, thin) for thin in loads.thin)
     return Placement(request.batch, request.ranks, pads, runs, regions)
 
@@ -298,7 +298,7 @@ def _fixed(request: Request) -> Placement:
     """Return the placement if the layout is fixed: tokens stay, and ranks with too much work pass rows on."""
     assert request.layout is not None
     runs = runs_of_maps(request.layout)
-    check_cap(runs, request.max_tokens_per_rank)
+    check_cap(runs, request)
     loads = make_row_loads(request.batch, _grain(request), 0, None)
     limit, aim = _load_limits(request, loads)
     scattered = is_scattered(runs)

@@ -75,7 +75,7 @@ def placed_within(
     found = [_cut(request, whole, share, node_tolerance, rank_tolerance) for share in token_shares]
     partition = min(found, key=lambda one: max(imbalance(one.loads), imbalance(one.tokens)))
     placement = placement_of(request, start, partition)
-    check_cap(placement.runs, request.max_tokens_per_rank)
+    check_cap(placement.runs, request)
     divisions = divisions_of(partition, request.cluster.ranks_per_node)
     return replace(placement, wishes=Wishes(divisions=divisions))
 

@@ -158,7 +158,7 @@ def placed(
         runs = runs_of_maps(request.layout)
     elif request.equal_tokens:
         runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
-    check_cap(runs, request.max_tokens_per_rank)
+    check_cap(runs, request)
     regions = (regions_of(request, ranges),) * len(request.batch.masks)
     scattered = request.layout is not None and is_scattered(runs)
     return Placement(request.batch, request.ranks, pads, runs, regions, traffic, scattered, note, wishes)

@@ -195,7 +195,7 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter, n
         pads = 0
         if request.equal_tokens:
             runs, pads = equalised(runs, request.ranks, batch.tokens, request.pad_to)
-    check_cap(runs, request.max_tokens_per_rank)
+    check_cap(runs, request)
     split = len(grids[0][0])
     if split == 1:
         regions = row_regions(batch, request.shape.heads, runs.rank, runs.start, runs.stop)
