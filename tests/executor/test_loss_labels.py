@@ -237,6 +237,53 @@ def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere
         assert "layout='contiguous'" in said[0]
 
 
+def on_embedded(group: dist.ProcessGroup, plan: Plan, how: str, frozen: bool = False) -> list[str]:
+    """Return the warnings of a loss whose logits are made by an embedding of the model's input."""
+    step = flexcp.bind(plan, group)
+    mine = IDS.tensor_split(2)[step.rank]  # the input cut by hand
+    if how == "tokens that the model got":
+        labels = mine = step.shard(IDS)
+    elif how == "tokens that the model got, without a prompt":
+        mine = step.shard(IDS)
+        labels = torch.where(torch.arange(len(mine)) < 5, -100, mine)
+    elif how == "tokens cut by hand":
+        labels = mine.clone()
+    elif how == "next tokens":
+        labels = step.labels(IDS)
+    else:
+        assert how == "next tokens of one's own, alone"
+        labels = step.shard(ACROSS)
+    table = torch.nn.Embedding(VOCABULARY, 8).requires_grad_(not frozen)
+    positions = torch.nn.Embedding(max(LENGTHS), 8)
+    logits = (table(mine[None]) + positions(step.positions))[0] @ torch.ones(8, VOCABULARY, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.loss(logits, labels, without_attention=True)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    "how", ["tokens that the model got", "tokens that the model got, without a prompt", "tokens cut by hand"]
+)
+def test_labels_that_the_models_embedding_looked_up_are_warned_of(pool: RankPool, how: str) -> None:
+    """With a given layout, what was sharded does not show whether the labels are the input; the embedding does."""
+    for said in pool.run(on_embedded, planned(layout="contiguous"), how, ranks=2):
+        assert len(said) == 1
+        assert "the labels of this loss are the tokens themselves" in said[0]
+        assert "Nothing else was sharded" not in said[0]
+
+
+@pytest.mark.parametrize("how", ["next tokens", "next tokens of one's own, alone"])
+def test_labels_that_no_embedding_looked_up_are_not_warned_of(pool: RankPool, how: str) -> None:
+    assert pool.run(on_embedded, planned(layout="contiguous"), how, ranks=2) == [[], []]
+
+
+def test_a_frozen_embedding_does_not_show_its_ids(pool: RankPool) -> None:
+    """This is what docs/frameworks.md says is not seen."""
+    found = pool.run(on_embedded, planned(layout="contiguous"), "tokens that the model got", True, ranks=2)
+    assert found == [[], []]
+
+
 def on_shifted(group: dist.ProcessGroup, plan: Plan, how: str) -> str | None:
     """Return the error if labels are refused, else None."""
     step = flexcp.bind(plan, group, timeout=20)

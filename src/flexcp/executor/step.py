@@ -45,6 +45,7 @@ from flexcp.executor.losses.edges import (
     predictions,
     weighed_loss,
 )
+from flexcp.executor.losses.loss_graph import cross_entropy_labels, embedded_ids
 from flexcp.executor.losses.loss_watch import LossWatch
 from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
@@ -411,7 +412,7 @@ class Step:
         labels = local_rows.without_pads(labels, self.row_tokens, ignore)
         if said is None and ignore != local_rows.DEFAULT_IGNORE:  # the user may have left out more of the loader's
             labels = labels.masked_fill(labels == local_rows.DEFAULT_IGNORE, ignore)
-        self._warn_of_copied_labels(labels, ignore)
+        self._warn_of_copied_labels(labels, ignore, logits)
         return self.losses.say(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
     def share(
@@ -479,12 +480,16 @@ class Step:
         """
         return x.device.type == "cpu" or self.collectives.step == 1
 
-    def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
+    def _warn_of_copied_labels(self, labels: Tensor, ignore: int, logits: Tensor) -> None:
         """Warn if labels are the tokens themselves; only the first labels that the host may read are checked."""
         if self.seen.done or not self.may_look_at(labels):
             return
         own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
-        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut)
+
+        def embedded() -> list[Tensor]:
+            return [ids for ids in embedded_ids(logits) if self.may_look_at(ids)]
+
+        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut, embedded)
         if found is not None:
             warnings.warn(found, stacklevel=3)
 
