@@ -381,6 +381,52 @@ def test_a_count_that_is_not_this_ranks_own_is_refused(pool: RankPool) -> None:
             assert "(labels != -100).sum()" in said
 
 
+def on_counted_rows(group: dist.ProcessGroup, plan: Plan, how: str, by: str) -> tuple[int, int, list[str]]:
+    """Return (this rank's rows, its labels, the warnings) of a share whose count is ``by``."""
+    step = flexcp.bind(plan, group, timeout=20)
+    labels, logits = step.shard(SHIFTED, pad=-100), step.shard(LOGITS).requires_grad_()
+    cross_entropy = torch.nn.functional.cross_entropy
+    if how == "all labelled":
+        labels = step.shard(ACROSS)
+    if how == "distilled":
+        total = torch.nn.functional.kl_div(logits, logits.detach().exp(), reduction="sum")
+    elif how == "in parts":
+        parts = zip(logits.split(7), labels.split(7), strict=True)
+        total = torch.stack([cross_entropy(x, y, reduction="sum") for x, y in parts]).sum()
+    elif how == "row by row":
+        total = (cross_entropy(logits, labels, reduction="none") * 0.5).sum()
+    elif how == "another mark":
+        marked = torch.where(labels == -100, VOCABULARY - 1, labels.clamp(max=VOCABULARY - 2))
+        total = cross_entropy(logits, marked, reduction="sum", ignore_index=VOCABULARY - 1)
+        labels = torch.where(marked == VOCABULARY - 1, -100, marked)
+    else:
+        total = cross_entropy(logits, labels, reduction="sum")
+    rows, own = int((step.row_tokens >= 0).sum()), int((labels != -100).sum())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.share(total, rows if by == "rows" else own, without_attention=True)
+    return rows, own, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("how", ["labels", "in parts", "row by row", "another mark"])
+def test_a_count_of_rows_in_the_place_of_labels_is_warned_of(pool: RankPool, how: str) -> None:
+    for plan in (planned(layout="contiguous"), planned(tokens="equal", pad_to=16)):
+        found = [x for x in pool.run(on_counted_rows, plan, how, "rows", ranks=2) if x[1] < x[0] or x[2]]
+        assert found
+        for rows, own, said in found:
+            assert len(said) == 1
+            assert said[0].startswith(f"count={rows} counts rows, but only {own} rows of the cross entropy")
+            assert f"Pass count={own}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "by"), [("labels", "labels"), ("in parts", "labels"), ("all labelled", "rows"), ("distilled", "rows")]
+)
+def test_a_count_that_may_be_right_is_not_warned_of(pool: RankPool, how: str, by: str) -> None:
+    found = pool.run(on_counted_rows, planned(layout="contiguous"), how, by, ranks=2)
+    assert [said for _, _, said in found] == [[], []]
+
+
 def test_one_rank_alone_counts_for_all() -> None:
     step = flexcp.bind(flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([4]))
     assert step.share(torch.tensor(6.0), CountOfAllRanks(3), without_attention=True).item() == 2

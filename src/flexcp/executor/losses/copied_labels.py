@@ -7,9 +7,9 @@ Fewer than two labels, or labels that are all the same, are not judged.)
 
 If the loader or a framework adapter reported the token ids that the model gets, the labels are compared with those
 alone. Otherwise autograd's graph of the logits may show the ids that the model's embeddings looked up
-(:mod:`flexcp.executor.losses.loss_graph`): the step warns if those of one embedding equal the labels. The graph does not
-show the ids of every model. Besides, the step knows the tensors that the user passed to ``step.shard``, but not which of
-them is the model's input. It also warns in two cases:
+(:mod:`flexcp.executor.losses.loss_graph`): the step warns if those of one embedding equal the labels. The graph does
+not show the ids of every model. Besides, the step knows the tensors that the user passed to ``step.shard``, but not
+which of them is the model's input. It also warns in two cases:
 
 - Two sharded streams of integers equal the labels in these rows, and one of them has no negative number: that one was
   the input, the other the labels. There is no warning if it holds the next tokens of a third sharded stream: then it
