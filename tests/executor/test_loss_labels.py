@@ -237,6 +237,53 @@ def test_labels_that_alone_were_sharded_may_stand_beside_an_input_from_elsewhere
         assert "layout='contiguous'" in said[0]
 
 
+def on_embedded(group: dist.ProcessGroup, plan: Plan, how: str, frozen: bool = False) -> list[str]:
+    """Return the warnings of a loss whose logits are made by an embedding of the model's input."""
+    step = flexcp.bind(plan, group)
+    mine = IDS.tensor_split(2)[step.rank]  # the input cut by hand
+    if how == "tokens that the model got":
+        labels = mine = step.shard(IDS)
+    elif how == "tokens that the model got, without a prompt":
+        mine = step.shard(IDS)
+        labels = torch.where(torch.arange(len(mine)) < 5, -100, mine)
+    elif how == "tokens cut by hand":
+        labels = mine.clone()
+    elif how == "next tokens":
+        labels = step.labels(IDS)
+    else:
+        assert how == "next tokens of one's own, alone"
+        labels = step.shard(ACROSS)
+    table = torch.nn.Embedding(VOCABULARY, 8).requires_grad_(not frozen)
+    positions = torch.nn.Embedding(max(LENGTHS), 8)
+    logits = (table(mine[None]) + positions(step.positions))[0] @ torch.ones(8, VOCABULARY, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.loss(logits, labels, without_attention=True)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    "how", ["tokens that the model got", "tokens that the model got, without a prompt", "tokens cut by hand"]
+)
+def test_labels_that_the_models_embedding_looked_up_are_warned_of(pool: RankPool, how: str) -> None:
+    """With a given layout, what was sharded does not show whether the labels are the input; the embedding does."""
+    for said in pool.run(on_embedded, planned(layout="contiguous"), how, ranks=2):
+        assert len(said) == 1
+        assert "the labels of this loss are the tokens themselves" in said[0]
+        assert "Nothing else was sharded" not in said[0]
+
+
+@pytest.mark.parametrize("how", ["next tokens", "next tokens of one's own, alone"])
+def test_labels_that_no_embedding_looked_up_are_not_warned_of(pool: RankPool, how: str) -> None:
+    assert pool.run(on_embedded, planned(layout="contiguous"), how, ranks=2) == [[], []]
+
+
+def test_a_frozen_embedding_does_not_show_its_ids(pool: RankPool) -> None:
+    """This is what docs/frameworks.md says is not seen."""
+    found = pool.run(on_embedded, planned(layout="contiguous"), "tokens that the model got", True, ranks=2)
+    assert found == [[], []]
+
+
 def on_shifted(group: dist.ProcessGroup, plan: Plan, how: str) -> str | None:
     """Return the error if labels are refused, else None."""
     step = flexcp.bind(plan, group, timeout=20)
@@ -332,6 +379,52 @@ def test_a_count_that_is_not_this_ranks_own_is_refused(pool: RankPool) -> None:
         for said in pool.run(on_counts, plan, count, ranks=2):
             assert said.startswith(f"count={given} is not what this rank's sum is over: it holds {TOKENS // 2} rows")
             assert "(labels != -100).sum()" in said
+
+
+def on_counted_rows(group: dist.ProcessGroup, plan: Plan, how: str, by: str) -> tuple[int, int, list[str]]:
+    """Return (this rank's rows, its labels, the warnings) of a share whose count is ``by``."""
+    step = flexcp.bind(plan, group, timeout=20)
+    labels, logits = step.shard(SHIFTED, pad=-100), step.shard(LOGITS).requires_grad_()
+    cross_entropy = torch.nn.functional.cross_entropy
+    if how == "all labelled":
+        labels = step.shard(ACROSS)
+    if how == "distilled":
+        total = torch.nn.functional.kl_div(logits, logits.detach().exp(), reduction="sum")
+    elif how == "in parts":
+        parts = zip(logits.split(7), labels.split(7), strict=True)
+        total = torch.stack([cross_entropy(x, y, reduction="sum") for x, y in parts]).sum()
+    elif how == "row by row":
+        total = (cross_entropy(logits, labels, reduction="none") * 0.5).sum()
+    elif how == "another mark":
+        marked = torch.where(labels == -100, VOCABULARY - 1, labels.clamp(max=VOCABULARY - 2))
+        total = cross_entropy(logits, marked, reduction="sum", ignore_index=VOCABULARY - 1)
+        labels = torch.where(marked == VOCABULARY - 1, -100, marked)
+    else:
+        total = cross_entropy(logits, labels, reduction="sum")
+    rows, own = int((step.row_tokens >= 0).sum()), int((labels != -100).sum())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.share(total, rows if by == "rows" else own, without_attention=True)
+    return rows, own, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("how", ["labels", "in parts", "row by row", "another mark"])
+def test_a_count_of_rows_in_the_place_of_labels_is_warned_of(pool: RankPool, how: str) -> None:
+    for plan in (planned(layout="contiguous"), planned(tokens="equal", pad_to=16)):
+        found = [x for x in pool.run(on_counted_rows, plan, how, "rows", ranks=2) if x[1] < x[0] or x[2]]
+        assert found
+        for rows, own, said in found:
+            assert len(said) == 1
+            assert said[0].startswith(f"count={rows} counts rows, but only {own} rows of the cross entropy")
+            assert f"Pass count={own}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "by"), [("labels", "labels"), ("in parts", "labels"), ("all labelled", "rows"), ("distilled", "rows")]
+)
+def test_a_count_that_may_be_right_is_not_warned_of(pool: RankPool, how: str, by: str) -> None:
+    found = pool.run(on_counted_rows, planned(layout="contiguous"), how, by, ranks=2)
+    assert [said for _, _, said in found] == [[], []]
 
 
 def test_one_rank_alone_counts_for_all() -> None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flexcp
 from flexcp.executor.run.message_layout import Types
 from flexcp.executor.step import Step
+from flexcp.frameworks import used
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
 
@@ -634,3 +635,25 @@ def test_rows_that_can_be_those_of_the_plan_are_not_warned_of(
     """
     plan = flexcp.load_plan(flexcp.save_plan(planned_on_two(strategy, **options)))
     assert [len(said) for said in pool.run(on_rows_cut_by_hand, plan, "positions", ranks=2)] == [warned] * 2
+
+
+def test_a_loss_of_a_step_that_the_model_was_not_given_names_the_step_that_ran() -> None:
+    """A step kept from the last batch, or inside a function, runs in place of the step whose loss is asked."""
+    plan = plan_for("dp", 1)
+    kept = flexcp.bind(plan)
+    q = torch.zeros(kept.local_tokens, 12, 8, dtype=torch.float64)
+    logits, ids = torch.zeros(kept.local_tokens, 50), token_ids(kept.local_tokens)
+    flexcp.attention(q, q, q, kept)
+    step = flexcp.bind(plan)
+    with pytest.raises(RuntimeError, match=r"never ran: the model's layers still use their own"):
+        step.loss(logits, step.labels(ids))  # the kept step ran only before this one was made
+    flexcp.attention(q, q, q, kept)
+    for ask in (lambda: step.loss(logits, step.labels(ids)), lambda: step.share(logits.sum(), 3)):
+        with pytest.raises(RuntimeError, match=r"never ran\. Attention ran under another step .*<Step") as said:
+            ask()
+        assert "Give the model the step that was bound for its batch" in str(said.value)
+        assert "still use their own" not in str(said.value)
+    with pytest.raises(RuntimeError, match=r"was not used by any attention\. Attention ran under another"), used(step):
+        flexcp.attention(q, q, q, kept)
+    flexcp.attention(q, q, q, step)
+    step.loss(logits, step.labels(ids))

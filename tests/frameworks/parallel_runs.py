@@ -6,6 +6,7 @@ the pool is given, also ranks that do not run it. Heavy packages are imported wh
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -439,6 +440,29 @@ def whole_stream(group: dist.ProcessGroup, positions: bool) -> str:
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+def uses_of_the_count(group: dist.ProcessGroup, tokens: Tensor, lengths: list[int], as_tensor: bool) -> list[list[Any]]:
+    """Return what is read of ``num_items_in_batch``: texts, comparisons, numbers, copies and a tensor divided by it."""
+    from flexcp.frameworks import huggingface
+    from flexcp.frameworks.huggingface_checks import ValidLabels
+
+    plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))(lengths)
+    step = flexcp.bind(plan, group)
+    n = huggingface.inputs(tokens, step, gradients="averaged")["num_items_in_batch"]
+    if as_tensor:
+        n = ValidLabels(torch.tensor(int(n)), step, "averaged")
+    valid = len(tokens) - len(lengths)
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, n, group)
+    step.calls = 1  # as if a model had run: tensors are divided only then
+    return [
+        [str(n), repr(n), f"{n}", f"{n:.1f}", f"{n:>6d}", f"{n:,}"],
+        [n == valid, n == n * 1, n != valid / group.size(), n < valid, n >= n, {valid: True}.get(n)],
+        [n - 1, 1 - n, 2 / n, n + 0.5, bool(n)],
+        [gathered[0], type(gathered[1]), copy.copy(n) is n, copy.deepcopy({"n": n})["n"] is n],
+        [float(torch.tensor(3.0, dtype=torch.float64) / n)],
+    ]
 
 
 def without_a_step(group: dist.ProcessGroup, tokens: Tensor, positions: Tensor) -> str:

@@ -18,6 +18,7 @@ from parallel_runs import (
     own_ids_of_few_tokens,
     rows_after_a_failure,
     streams_of_their_own,
+    uses_of_the_count,
     whole_stream,
     without_a_step,
 )
@@ -137,6 +138,20 @@ def test_labels_of_ones_own_are_shifted_and_counted() -> None:
     count, valid = given["num_items_in_batch"], len(TOKENS) - len(LENGTHS) - 5
     assert (float(count), count.item(), sum([count, count])) == (valid, valid, 2 * valid)
     assert (count / 4, count / count, float(torch.tensor(2.0) * count)) == (valid / 4, 1, 2 * valid)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_number_of_labels_is_that_of_all_ranks_wherever_it_is_read(pool: RankPool, as_tensor: bool) -> None:
+    """Under ``gradients="averaged"`` only tensors are divided by another number, which holds the ranks."""
+    for said in pool.run(uses_of_the_count, TOKENS, LENGTHS, as_tensor, ranks=2):
+        valid = len(TOKENS) - len(LENGTHS)
+        assert said == [
+            [str(valid)] * 3 + [f"{valid:.1f}", f"{valid:>6d}", f"{valid:,}"],
+            [True, True, True, False, True, True],
+            [valid - 1, 1 - valid, 2 / valid, valid + 0.5, True],
+            [valid, int, True, True],
+            [2 * 3.0 / valid],
+        ]
 
 
 def test_a_batch_without_a_label_counts_none_and_loses_nothing(models: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from flexcp.executor.exchange.rank_calls import Call
 from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
+from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, counted_rows, share_factor, wrong_count
 from flexcp.executor.losses.copied_labels import SHIFTED_TWICE, SeenTokens
 from flexcp.executor.losses.edges import (
     Edges,
@@ -45,6 +45,7 @@ from flexcp.executor.losses.edges import (
     predictions,
     weighed_loss,
 )
+from flexcp.executor.losses.loss_graph import cross_entropy_labels, embedded_ids
 from flexcp.executor.losses.loss_watch import LossWatch
 from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
@@ -54,7 +55,7 @@ from flexcp.executor.run.prepared import prepare as prepare_program
 from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.rank_recipe import RankRecipe
 from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row_positions
-from flexcp.executor.step_handles import new_handle
+from flexcp.executor.step_handles import given_another, new_handle, next_number, run_instead
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches, refuse_order
@@ -94,6 +95,8 @@ class Step:
 
         If it is 0 after a model's forward, the model does not use flexcp.
         """
+        self.last_call = -1
+        """The number of this step's last attention call among all calls of the process; -1 if it ran none."""
         self.losses = LossWatch(plan.placement, self.group)
         """What is known about the division of the step's losses and the reduction of its gradients."""
         self.stream_compared = False
@@ -411,7 +414,7 @@ class Step:
         labels = local_rows.without_pads(labels, self.row_tokens, ignore)
         if said is None and ignore != local_rows.DEFAULT_IGNORE:  # the user may have left out more of the loader's
             labels = labels.masked_fill(labels == local_rows.DEFAULT_IGNORE, ignore)
-        self._warn_of_copied_labels(labels, ignore)
+        self._warn_of_copied_labels(labels, ignore, logits)
         return self.losses.say(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
     def share(
@@ -430,7 +433,9 @@ class Step:
         and ``without_attention`` are those of :meth:`loss`.
 
         On several ranks a count above this rank's rows raises ValueError; a tensor on a GPU is checked only in the
-        first step of a group. A ``total`` that was made by a mean raises ValueError if ``count`` is above 1.
+        first step of a group. A ``total`` that was made by a mean raises ValueError if ``count`` is above 1. If
+        ``total`` was made by torch's cross entropy, a ``count`` of its rows gives a warning if some of them have no
+        label.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
@@ -446,6 +451,7 @@ class Step:
         with self.collectives.checking("step.share"):
             self._check_count(count)
         self._check_attended(without_attention)
+        self._warn_of_counted_rows(total, count)
         if total.requires_grad:
             self.losses.check_reduction(gradients)
         return self.losses.say(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
@@ -472,6 +478,18 @@ class Step:
             pads = self.local_tokens - int((self.row_tokens >= 0).sum())
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks, pads))
 
+    def _warn_of_counted_rows(self, total: Tensor, count: Tensor | float) -> None:
+        """Warn if ``count`` is the number of rows of the cross entropy in ``total``, and some of them have no label."""
+        labels = cross_entropy_labels(total)
+        if not labels or not all(self.may_look_at(x) for x in (total, *(x for x, _ in labels))):
+            return
+        rows = sum(x.numel() for x, _ in labels)
+        if float(count) not in (rows, int((self.row_tokens >= 0).sum())):
+            return
+        valid = sum(int((x != ignore).sum()) for x, ignore in labels)
+        if valid < float(count) and rows == self.local_tokens:
+            warnings.warn(counted_rows(float(count), valid), stacklevel=3)
+
     def may_look_at(self, x: Tensor) -> bool:
         """Return whether the host may read ``x``: always on a CPU, and on a device only in the first step of a group.
 
@@ -479,12 +497,16 @@ class Step:
         """
         return x.device.type == "cpu" or self.collectives.step == 1
 
-    def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
+    def _warn_of_copied_labels(self, labels: Tensor, ignore: int, logits: Tensor) -> None:
         """Warn if labels are the tokens themselves; only the first labels that the host may read are checked."""
         if self.seen.done or not self.may_look_at(labels):
             return
         own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
-        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut)
+
+        def embedded() -> list[Tensor]:
+            return [ids for ids in embedded_ids(logits) if self.may_look_at(ids)]
+
+        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut, embedded)
         if found is not None:
             warnings.warn(found, stacklevel=3)
 
@@ -508,6 +530,12 @@ class Step:
     def _check_attended(self, without_attention: bool) -> None:
         """Raise RuntimeError if this step's attention never ran, unless ``without_attention`` is True."""
         if not self.calls and not without_attention:
+            other = run_instead(self)
+            if other is not None:
+                raise RuntimeError(
+                    f"a loss is asked of {self!r}, but its attention never ran. {given_another(other)}. Or pass "
+                    "without_attention=True if the logits come from elsewhere"
+                )
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. "
                 "Turn flexcp on (docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
@@ -520,6 +548,7 @@ class Step:
         twice.
         """
         self.calls += 1
+        self.last_call = next_number()
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
             self._refuse_labels_shifted_twice()

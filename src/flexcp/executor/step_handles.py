@@ -4,7 +4,8 @@ torch.compile would make a Python object a constant of the graph and compile aga
 never enters the graph. So each step has a tensor with its number, its *handle*. The handle travels through graphs,
 recomputation and backward threads, and the operator looks up the step by it. The table of steps is process-wide. It
 holds weak references, so it keeps no step alive, and numbers are never used twice, so steps of several models in one
-process cannot be confused.
+process cannot be confused. Attention calls take their numbers from the same counter, so a call of one step is known to
+be later than the making of another.
 """
 
 from __future__ import annotations
@@ -25,9 +26,33 @@ _steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
 
 def new_handle(step: Step) -> Tensor:
     """Return a new tensor by which :func:`step_of` finds ``step``, as long as something else refers to the step."""
-    number = next(_numbers)
+    number = next_number()
     _steps[number] = step
     return torch.tensor(number)
+
+
+def next_number() -> int:
+    """Return a number that is larger than those of all steps and attention calls of this process so far."""
+    return next(_numbers)
+
+
+def run_instead(step: Step) -> Step | None:
+    """Return another step that ran attention after ``step`` was made, the one that did so last; None if there is none.
+
+    If ``step`` itself ran none, the model was probably given that one. Only steps that are still referred to are found.
+    """
+    later = [other for other in live_steps() if other is not step and other.last_call > int(step.handle)]
+    return max(later, key=lambda other: other.last_call, default=None)
+
+
+def given_another(other: Step) -> str:
+    """Return the part of an error message for a model that was given the step ``other`` in place of its batch's."""
+    return (
+        f"Attention ran under another step in the meantime, {other!r}: the model was given that step, kept from an "
+        "earlier batch or inside a function of its own. Give the model the step that was bound for its batch, and ask "
+        "the same step for labels and loss. If that step is another model's, turn flexcp on for this model "
+        "(docs/frameworks.md)"
+    )
 
 
 def live_steps() -> list[Step]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from flexcp.executor.step_handles import given_another, run_instead
+
 if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
@@ -41,6 +43,9 @@ def used(step: Step) -> Iterator[Step]:
 
 def not_used(step: Step) -> str:
     """Return the error message for a step that was given to a model whose attention never ran under it."""
+    other = None if step.calls else run_instead(step)
+    if other is not None:
+        return f"{step!r} was not used by any attention. {given_another(other)}"
     return (
         f"{step!r} was given to a model whose attention never used it: its layers still run their own attention. "
         "Turn flexcp on (docs/frameworks.md says how in each framework) or call flexcp.attention in your own layers"

@@ -56,11 +56,12 @@ class ValidLabels:
 
     Dividing by it raises RuntimeError if no attention ran under the step, and ValueError if gradients would be wrong. A
     model that was not turned on accepts a step among its keywords and drops it; its loss is the first place where that
-    can be detected. A model that was turned on gets the plain number, and is checked after its forward. As an integer
-    this is the number of the batch's valid labels on all ranks, by which losses of several batches are weighted; under
-    ``gradients="averaged"`` the divisor is that number / the number of ranks. It can be added, multiplied and divided
-    like the integer. A batch without a valid label counts 0, and its loss, a sum of nothing, is divided by 1. ``here``
-    is the number of labels on this rank, if known.
+    can be detected. A model that was turned on gets the plain number, and is checked after its forward.
+
+    For users this is the number of the batch's valid labels on all ranks, by which losses of several batches are
+    weighted: it prints, compares and computes like that integer, and pickles as it. Only a tensor is divided by another
+    number: under ``gradients="averaged"`` by that number / the number of ranks. A batch without a valid label counts 0,
+    and its loss, a sum of nothing, is divided by 1. ``here`` is the number of labels on this rank, if known.
     """
 
     def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients, here: Tensor | None = None) -> None:
@@ -69,7 +70,9 @@ class ValidLabels:
         divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(1, valid)
         self.count = divisor if factor == 1 else divisor / factor
 
-    def __rtruediv__(self, total: Tensor) -> Tensor:
+    def __rtruediv__(self, total: Any) -> Any:
+        if not isinstance(total, Tensor):
+            return total / int(self)
         if not self.step.calls:
             raise RuntimeError(not_used(self.step))
         if total.requires_grad:
@@ -83,13 +86,19 @@ class ValidLabels:
         return float(self.valid)
 
     def __mul__(self, other: Any) -> Any:
-        return int(self) * other
+        return int(self) * _plain(other)
 
     def __add__(self, other: Any) -> Any:
-        return int(self) + int(other)
+        return int(self) + _plain(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return int(self) - _plain(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - int(self)
 
     def __truediv__(self, other: Any) -> Any:
-        return int(self) / (int(other) if isinstance(other, ValidLabels) else other)
+        return int(self) / _plain(other)
 
     __rmul__, __radd__ = __mul__, __add__
 
@@ -97,14 +106,47 @@ class ValidLabels:
         """Return the number of valid labels on all ranks."""
         return int(self)
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self.count == other)
+    def __eq__(self, other: object) -> Any:
+        return int(self) == _plain(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return int(self) < _plain(other)
+
+    def __le__(self, other: Any) -> Any:
+        return int(self) <= _plain(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return int(self) > _plain(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return int(self) >= _plain(other)
+
+    def __bool__(self) -> bool:
+        return bool(int(self))
 
     def __hash__(self) -> int:
-        return hash(self.count)
+        return hash(int(self))
 
     def __repr__(self) -> str:
-        return f"{self.count} labels"
+        return str(int(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        # The step belongs to this process, so what another process gets is the plain number.
+        return int, (int(self),)
+
+    def __copy__(self) -> ValidLabels:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ValidLabels:
+        return self
+
+
+def _plain(number: Any) -> Any:
+    """Return the integer of :class:`ValidLabels`, and anything else as it is."""
+    return int(number) if isinstance(number, ValidLabels) else number
 
 
 def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -105,6 +105,16 @@ def wrong_count(count: float, rows: int, ranks: int, pads: int = 0) -> str:
     )
 
 
+def counted_rows(count: float, labels: int) -> str:
+    """Return the warning for ``count=`` of ``step.share`` that counts rows, of which only ``labels`` have a label."""
+    return (
+        f"count={count:g} counts rows, but only {labels} rows of the cross entropy in total have a label that is not "
+        "ignored: rows without a label add nothing to the sum, so the loss and its gradient would be too "
+        f"small. Pass count={labels}, (labels != ignore_index).sum(); if the mean over all rows is meant, filter this "
+        "warning"
+    )
+
+
 def running_average(group: dist.ProcessGroup | None) -> str | None:
     """Return the class name of the running DDP wrapper that averages gradients over ranks of ``group``, or None.
 

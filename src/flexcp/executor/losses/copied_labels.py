@@ -6,8 +6,10 @@ the labels were not shifted. (Masked-token training gives no warning: its inputs
 Fewer than two labels, or labels that are all the same, are not judged.)
 
 If the loader or a framework adapter reported the token ids that the model gets, the labels are compared with those
-alone. Otherwise the step only knows the tensors that the user passed to ``step.shard``, and not which of them is the
-model's input. It then warns in two cases:
+alone. Otherwise autograd's graph of the logits may show the ids that the model's embeddings looked up
+(:mod:`flexcp.executor.losses.loss_graph`): the step warns if those of one embedding equal the labels. The graph does
+not show the ids of every model. Besides, the step knows the tensors that the user passed to ``step.shard``, but not
+which of them is the model's input. It also warns in two cases:
 
 - Two sharded streams of integers equal the labels in these rows, and one of them has no negative number: that one was
   the input, the other the labels. There is no warning if it holds the next tokens of a third sharded stream: then it
@@ -119,11 +121,14 @@ class SeenTokens:
         """Note that the user asked for ``step.indices``, and may have taken rows of a stream by them."""
         self._others = True
 
-    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> str | None:
+    def copied(
+        self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool, embedded: Callable[[], list[Tensor]]
+    ) -> str | None:
         """Return the warning to give if this rank's labels are the tokens themselves, else None.
 
         Labels that are ``ignore`` do not count. ``own_cut`` says that rows which a user cuts without the step are the
-        plan's. The streams are released, so later calls find none.
+        plan's. ``embedded`` finds the ids of the model's embeddings; it is called only if no ids were reported. The
+        streams are released, so later calls find none.
         """
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded, self._labelled = True, None, [], []
@@ -137,6 +142,8 @@ class SeenTokens:
 
         if ids is not None:
             return WARNING if equal(ids) else None
+        if any(equal(found) for found in embedded()):
+            return WARNING
         same = [seen for seen in sharded if equal(seen.rows)]
         rest = [seen for seen in sharded if not equal(seen.rows)]
         may_be_ids = [seen for seen in same if not bool((seen.stream.long() < 0).any())]
