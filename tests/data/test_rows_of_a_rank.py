@@ -1,5 +1,5 @@
-"""Tests of what one rank gets of a batch, without other processes: its rows, their device, the count of its labels, and
-the smallest budget.
+"""Tests of what one rank gets of a batch, without other processes: its rows, pads, their device, the
+counts of labels and of repeated tokens, and the smallest budget.
 """
 
 from __future__ import annotations
@@ -41,6 +41,26 @@ def test_labels_of_a_field_are_counted_where_only_lengths_are_known() -> None:
     samples = [{"tokens": [1, 2, 3, 4], "labels": [-100, 2, -100, 4]}, {"tokens": [5, 6], "labels": [-100, -100]}]
     [batch] = local(samples, lengths=[4, 2], labels="labels")
     assert batch.labels.tolist() == [2, -100, 4, -100, -100, -100] and batch.valid == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_pads_are_of_no_document_and_their_fields_are_zero(known: bool) -> None:
+    """Only tokens and labels have values of their own for pads."""
+    options = {"plan_options": {"tokens": "equal", "pad_to": 8}, "pad_token": 7, "ignore": -5}
+    [batch] = local(Numbered([9, 12], known=known), document_fields=["images"], **options)
+    assert batch.documents.tolist() == [0] * 9 + [1] * 12 + [-1] * 3
+    assert batch.tokens[21:].tolist() == [7] * 3 and batch.labels[21:].tolist() == [-5] * 3
+    assert batch.positions[21:].tolist() == [0] * 3 and batch.fields["weight"][21:].tolist() == [[0.0, 0.0]] * 3
+
+
+def test_tokens_that_several_parts_of_a_cut_tree_hold_are_counted() -> None:
+    """The tree of the three answers has 8 tokens. Cut to at most 6, its two parts both hold the first two tokens."""
+    answers = [{"input_ids": ids, "prompt": "a"} for ids in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7, 8])]
+    options = {"tree_by": "prompt", "too_long": "cut", "max_length": 6, "workers": 0}
+    with Loader(answers, planner(1), budget=100, **arguments(**options)) as loader:
+        tokens = [sorted(batch.tokens.tolist()) for batch in loader]
+    assert tokens == [[1, 1, 2, 2, 3, 4, 5, 6, 7, 8]]
+    assert loader.stats.tokens_repeated == 2 and loader.stats.tokens_saved == 13 - 10
 
 
 def test_a_budget_of_one_token_is_one_token_a_batch() -> None:

@@ -105,6 +105,21 @@ def test_repair_undoes_a_greedy_start() -> None:
     assert [sum([6, 5, 4, 4, 3, 2][d] for d in documents) for documents in found] == [12, 12]
 
 
+def test_balancing_may_fill_a_micro_batch_to_its_last_token() -> None:
+    """Document 1 moves to document 0, which leaves exactly its 7 tokens of room."""
+    lengths, loads = [8, 7, 6, 1], [28, 4, 19, 20]
+    assert split(lengths, loads, 1, 15) == [[0, 1], [2, 3]]
+    assert split(lengths, loads, 1, 14) == [[0], [1, 2, 3]]  # without that room it stays where the load is larger
+
+
+def test_documents_without_load_are_exchanged_until_they_fit() -> None:
+    """All exchanges have the same price, and only some of them help. Best-fit-decreasing needs a fourth micro-batch."""
+    lengths = [5, 8, 6, 9, 9, 4, 1, 3, 6]
+    assert best_fit_count(lengths, 17) == 4
+    found = split(lengths, [0] * len(lengths), 1, 17)
+    assert [sum(lengths[d] for d in documents) for documents in found] == [17, 17, 17]
+
+
 def test_the_cap_is_what_is_left_of_it_in_whole_multiples() -> None:
     """Token counts are rounded up to pad_to, so a rank that may keep 100 tokens gets at most 64, and 180 tokens need
     two micro-batches.

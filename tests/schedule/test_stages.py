@@ -231,9 +231,12 @@ def test_divisions_give_each_rank_that_reads_keys_the_last_of_its_own_stages() -
     assert chosen_for(work, times, [0, 1], divisions=divisions).number.tolist() == [3, 2, 1]
 
 
-@pytest.mark.parametrize(("back", "home"), [(900, 50), (900, 0), (0, 50), (0, 0)])
+@pytest.mark.parametrize(("back", "home"), [(900, 50), (900, 0), (0, 50), (0, 1), (0, 0)])
 def test_a_backward_on_kept_keys_takes_the_sum_of_its_slots(back: int, home: int) -> None:
-    """Computed slot by slot, for ranks that receive queries and ranks that receive none."""
+    """Computed slot by slot, for ranks that receive queries and ranks that receive none.
+
+    A rank that receives none holds back all its own work, even if results take only 1 ns.
+    """
     number, queries = np.array([1, 2, 3, 1, 2, 3]), np.array([0, 0, 0, 70, 70, 70])
     own, rest, again = 1000, 600, 30
     work = Work(*(np.full(6, ns) for ns in (own, rest, again, 0)))

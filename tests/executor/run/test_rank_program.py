@@ -43,6 +43,19 @@ def test_the_last_share_of_own_work_waits_from_a_whole_tile_on(held: int, row: i
     ]
 
 
+@pytest.mark.parametrize(("held", "cut", "row"), [(250, 1, 640), (750, 0, 640), (125, 1, 768), (500, 0, 1024)])
+def test_the_share_is_counted_over_all_own_slices(held: int, cut: int, row: int) -> None:
+    """Two own causal documents of equal work, with work that never waits between them: what comes before a slice is
+    counted before it is cut.
+    """
+    one = causal().slices(1024)
+    index, parts, later = _shared_out(np.concatenate([one, one, one]), np.array([True, False, True]), held)
+    assert area(parts).sum() == 3 * area(one).sum()
+    found = sorted((int(i), *map(int, part[:2]), bool(w)) for i, part, w in zip(index, parts, later, strict=True))
+    of_cut = [(2 * cut, a, b, waits) for a, b, waits in ((0, row, False), (row, 1024, True)) if a < b]
+    assert found == sorted([*of_cut, (1, 0, 1024, False), (2 - 2 * cut, 0, 1024, cut == 0)])
+
+
 def test_work_with_other_ranks_never_waits_and_own_slices_wait_from_the_end() -> None:
     one = causal().slices(256)
     slices = np.concatenate([one, one, one])

@@ -7,6 +7,7 @@ were written, plus a little, so a change that makes plans move more must change 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -345,6 +346,21 @@ def test_settings_are_searched_where_nobody_set_limits() -> None:
         blocks(asked(argument))
     for other in (asked(nodes=1), asked(compute_tolerance=0.1), asked(token_tolerance=0.1)):
         assert searched_settings(other) == {}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "speeds", "teams"),
+    [(4, None, {1, 4}), (6, None, {1, 2}), (3, None, {1}), (1, None, {1}), (4, [1, 1, 1, 0.5], {1})],
+)
+def test_settings_of_teams_are_searched_where_a_team_has_several_ranks(
+    kv_heads: int, speeds: list[float] | None, teams: set[int]
+) -> None:
+    """Nodes have 4 ranks. A team divides both their number and the KV heads, and all ranks must have one speed."""
+    where = flexcp.cluster("h100", 2, 4, speeds=None if speeds is None else speeds * 2)
+    found = searched_settings(replace(asked(), shape=Shape(12, kv_heads, 64, 64), cluster=where))
+    assert {int(argument.partition("+")[0].removeprefix("team=")) for argument in found} == teams
+    alone = {"team=1+attention=150+tokens=10": "", "team=1+attention=150+tokens=3": "team=1+attention=150+tokens=10"}
+    assert {argument: of for argument, of in found.items() if argument.startswith("team=1+")} == alone
 
 
 def test_the_smallest_and_the_largest_setting_are_taken() -> None:
