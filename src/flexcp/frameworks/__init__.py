@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from flexcp.executor.step_handles import given_another, run_instead
-
 if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
@@ -43,6 +41,8 @@ def used(step: Step) -> Iterator[Step]:
 
 def not_used(step: Step) -> str:
     """Return the error message for a step that was given to a model whose attention never ran under it."""
+    from flexcp.executor.step_handles import given_another, run_instead  # needs torch, which a step has loaded
+
     other = None if step.calls else run_instead(step)
     if other is not None:
         return f"{step!r} was not used by any attention. {given_another(other)}"
