@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import flexcp
 from flexcp.arrays.totals import imbalance
+from flexcp.cli import main
 from flexcp.cli.main import app, run
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
@@ -451,3 +453,22 @@ def test_plan_and_simulate_take_the_same_heads_where_none_are_given() -> None:
     words = ["--lengths", "500,3", "--ranks", "2", "--strategy", "ring"]
     assert "; 32 / 8 heads of 128; " in CliRunner().invoke(app, ["plan", *words]).stdout.splitlines()[0]
     assert "32 / 8 heads of 128" in CliRunner().invoke(app, ["simulate", *words]).stdout
+
+
+@pytest.mark.parametrize("cause", [EOFError("marshal data too short"), KeyboardInterrupt()])
+def test_the_end_of_a_file_is_not_taken_for_an_interrupt(
+    cause: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """typer raises Abort for both: a file that ends too soon, such as a damaged compiled module, and Ctrl-C."""
+
+    def stopped(**options: Any) -> None:
+        raise typer.Abort from cause
+
+    monkeypatch.setattr(main, "app", stopped)
+    if isinstance(cause, EOFError):
+        with pytest.raises(EOFError, match="marshal data too short"):
+            run()
+    else:
+        with pytest.raises(SystemExit, match="130"):
+            run()
+    assert ("interrupted" in capsys.readouterr().err) == isinstance(cause, KeyboardInterrupt)

@@ -73,14 +73,18 @@ WRITERS = {
 
 @pytest.mark.parametrize("command", WRITERS)
 def test_no_command_leaves_half_a_file(command: str, tmp_path: Path) -> None:
-    """The process may write at most 100 bytes to a file (RLIMIT_FSIZE), which stands for a full disk."""
+    """The process may write at most 100 bytes to a file (RLIMIT_FSIZE), which stands for a full disk.
+
+    It must not write compiled sources: Python 3.11 would leave files of 100 bytes that cannot be imported.
+    """
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
     words = [sys.executable, "-c", "from flexcp.cli.main import run; run()", *WRITERS[command], str(tmp_path / "out")]
-    done = subprocess.run(words, preexec_fn=limited, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(words, env=environment, preexec_fn=limited, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("flexcp: ") and str(tmp_path / "out") in last and "File too large" in last

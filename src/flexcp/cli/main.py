@@ -89,7 +89,9 @@ def _code() -> int:
             raise
         print(f"flexcp: cannot use {visible(str(error.filename))}: {error.strerror}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
+        if isinstance(error.__cause__, EOFError):  # typer takes every one for the end of a user's input
+            raise error.__cause__ from None
         code = 130
     if code == 130:
         print("flexcp: interrupted", file=sys.stderr)
