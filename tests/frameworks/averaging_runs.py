@@ -218,6 +218,57 @@ def run_apart(group: dist.ProcessGroup, wrapping: str) -> dict[str, Any]:
     return {"warnings": said, "same": torch.equal(*both)}
 
 
+class Two(nn.Module):
+    """Two models that are trained together, each of which may be wrapped by itself."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, tokens: Tensor, step: Step) -> Tensor:
+        found: Tensor = self.first(tokens, step) + self.second(tokens, step)
+        return found
+
+
+def run_unwrapped(group: dist.ProcessGroup, wrapping: str) -> dict[str, Any]:
+    """Return the warnings of a step, and the names of parameters whose gradients differ on its two ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")  # only the first step of a group is checked
+    model: nn.Module = Deep()
+    gradients: Gradients = "averaged"
+    if wrapping == "FSDP2 of a layer, frozen head":
+        model.again.requires_grad_(False)
+    if wrapping.startswith("FSDP2"):
+        fully_shard(model.layer, mesh=mesh)
+    if wrapping in ("FSDP2", "FSDP2 without a parameter"):
+        ignored = {model.again.weight} if wrapping == "FSDP2 without a parameter" else None
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+    if wrapping == "DDP of a layer":
+        model.layer = DistributedDataParallel(model.layer, process_group=mesh.get_group())
+    if wrapping == "DDP of both":
+        model = Two(*(DistributedDataParallel(Small(), process_group=mesh.get_group()) for _ in range(2)))
+    if wrapping == "DDP":
+        model = DistributedDataParallel(model, process_group=mesh.get_group())
+    if wrapping == "none":
+        gradients = "summed"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step = bound(mesh.get_group())
+            loss = step.loss(model(step.shard(tokens()), step), step.labels(tokens()), gradients=gradients)
+            loss.backward()
+    apart = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            mine = whole(parameter.grad).clone()
+            both = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(both, mine, group=mesh.get_group())
+            apart += [] if torch.equal(*both) else [name]
+    return {"warnings": [str(w.message) for w in caught if "outside of DDP" in str(w.message)], "apart": apart}
+
+
 class Failing(Small):
     """A model whose forward ends in an exception after its attention."""
 

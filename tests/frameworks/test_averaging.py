@@ -19,6 +19,7 @@ from averaging_runs import (
     run_replicas,
     run_small,
     run_summed_between,
+    run_unwrapped,
     tokens,
     warned,
     warned_of_two_steps,
@@ -172,6 +173,30 @@ def test_a_wrapper_over_other_ranks_is_warned_of_once(four: RankPool, wrapping: 
 def test_a_wrapper_over_all_ranks_and_none_are_not_warned_of(four: RankPool, wrapping: str) -> None:
     for found in four.run(run_apart, wrapping):
         assert found["warnings"] == [] and found["same"] == (wrapping == "DDP")
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "outside"),
+    [
+        ("FSDP2 of a layer", ["again.weight", "again.bias"]),
+        ("FSDP2 without a parameter", ["again.weight"]),
+        ("DDP of a layer", ["again.weight", "again.bias"]),
+    ],
+)
+def test_parameters_outside_of_wrappers_are_warned_of_once(two: RankPool, wrapping: str, outside: list[str]) -> None:
+    for found in two.run(run_unwrapped, wrapping):
+        [said] = found["warnings"]
+        assert found["apart"] == outside
+        some = f"{len(outside)} trained parameters of Deep, such as {outside[0]}, are outside of DDP and FSDP2"
+        one = f"{outside[0]}, a trained parameter of FSDPDeep, is outside of DDP and FSDP2"
+        assert said.startswith(some if len(outside) > 1 else one)
+        assert "or fully_shard(model) after fully_shard of its layers" in said
+
+
+@pytest.mark.parametrize("wrapping", ["none", "DDP", "DDP of both", "FSDP2", "FSDP2 of a layer, frozen head"])
+def test_models_that_are_wrapped_whole_or_not_at_all_are_not_warned_of(two: RankPool, wrapping: str) -> None:
+    for found in two.run(run_unwrapped, wrapping):
+        assert found["warnings"] == [] and bool(found["apart"]) == (wrapping == "none")
 
 
 @pytest.mark.parametrize("wrapping", ["none", "FSDP2 summed"])

@@ -86,6 +86,19 @@ def test_a_hugging_face_configuration_trains(pool: RankPool, tmp_path: Path) -> 
     assert reports[-1].loss < reports[0].loss
 
 
+def test_experts_train_in_float64(pool: RankPool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 256} | sizes | experts
+        )
+    )
+    config = TrainConfig(str(tmp_path), "web", 40, 2, dtype="float64")
+    alone, shared = (pool.run(train, config, ranks=ranks)[0] for ranks in (1, 2))
+    assert [a.loss for a in alone] == pytest.approx([b.loss for b in shared], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("changed", "options", "words"),
     [

@@ -552,7 +552,7 @@ class Step:
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
             self._refuse_labels_shifted_twice()
-        self.losses.note_call(first=self.calls == 1)
+        self.losses.note_call(self.calls == 1, self.collectives.step == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
         """Warn if the user seems to have cut rows without the step and forgotten ``layout=``.

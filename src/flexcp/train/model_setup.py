@@ -184,6 +184,8 @@ def _huggingface_config(
     memory, ranks = _memory(device), 1 if device.type == "cuda" else cluster.ranks
     refuse_too_large(name, weights, getattr(torch, dtype).itemsize, ranks, memory)
     huggingface.turn_on(model)
+    if dtype == "float64" and getattr(model.config, "_experts_implementation", None):
+        config._experts_implementation = "eager"  # the fast code for experts takes no float64
     for field, value in attention_dropouts(config).items():
         raise ValueError(f"{name}: attention dropout is not supported; set {field} to 0 (it is {value})")
     return config, _learned_positions(model, config)

@@ -253,7 +253,9 @@ def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list
 @pytest.mark.parametrize("backward", [FORWARD, BACKWARD], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", ["blocks", "zigzag", "usp:2,2", "allgather"])
-def test_the_simulator_counts_the_bytes_of_a_rank_that_lays_no_results(strategy: str, dtype: str, backward: bool) -> None:
+def test_the_simulator_counts_the_bytes_of_a_rank_that_lays_no_results(
+    strategy: str, dtype: str, backward: bool
+) -> None:
     plan = flexcp.Planner(4, 4, 16, dtype=dtype, cluster=MACHINE, strategy=strategy)([5000, 900, 31])
     found = find_copies(plan, 0, backward, mbps=1000, launch_ns=0)  # one byte a nanosecond
     for rank in range(plan.ranks):

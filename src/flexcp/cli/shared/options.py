@@ -55,7 +55,7 @@ Slow = Annotated[
     bool,
     typer.Option("--slow", help="All includes strategies that take seconds and flexcp[hypergraph]: hypergraph, dcp."),
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32 or float64.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float64.")]
 MeasuredDtype = Annotated[str, typer.Option("--dtype", help="float32 on CPUs, bfloat16 on GPUs, by default.")]
 MaxTokens = Annotated[
     int | None,

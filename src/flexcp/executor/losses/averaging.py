@@ -262,7 +262,7 @@ def running_fsdp_modules() -> list[FsdpModule]:
     ]
     if not found:
         return []
-    callers = {id(module) for module in _calling_modules()}
+    callers = {id(module) for module in calling_modules()}
     running = {id(_model_of(state)) for module, state in found if id(module) in callers}
     return [state for state in (known or {}).values() if id(_model_of(state)) in running]
 
@@ -275,7 +275,7 @@ def _model_of(state: FsdpModule) -> Any:
     return getattr(state(), "_state_ctx", state())
 
 
-def _calling_modules() -> Iterator[nn.Module]:
+def calling_modules() -> Iterator[nn.Module]:
     """Yield the modules whose methods are on the call stack of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -20,6 +20,7 @@ from flexcp.executor.losses.averaging import (
     MIXED,
     FsdpModule,
     Gradients,
+    calling_modules,
     ranks_apart,
     reduction_of,
     running_average,
@@ -29,6 +30,7 @@ from flexcp.executor.losses.averaging import (
     wrong_factor,
     wrong_replicas,
 )
+from flexcp.executor.losses.unwrapped import unwrapped_parameters
 from flexcp.executor.step_handles import live_steps
 from flexcp.plan.placement import Placement
 
@@ -49,8 +51,8 @@ class LossWatch:
         """Whether a backward is running that began at a reported loss of this step."""
         self._fsdp_modules: list[FsdpModule] = []
         """The FSDP2 modules of the models that attention ran in."""
-        self._apart: str | None = None
-        """The warning that is due if modules around attention reduce gradients over too few ranks."""
+        self._apart: list[str] = []
+        """Warnings that are due if modules around attention reduce gradients over too few ranks, or of a part only."""
         self._shares_for: Gradients | None = None
         """What the last loss was made for, until a backward has checked that the FSDP2 modules do that."""
 
@@ -84,17 +86,20 @@ class LossWatch:
         self._shares_for = gradients
         self._refuse(gradients, self.averaged_by, self.summed_by)
 
-    def note_call(self, first: bool) -> None:
+    def note_call(self, first: bool, first_step: bool) -> None:
         """Look for DDP and FSDP2 modules around a running attention call.
 
         ``first`` says that it is the step's first call; FSDP2 modules, and the ranks that all modules reduce over, are
-        looked for only then.
+        looked for only then. ``first_step`` says that it is the first step of its group; parameters outside of the
+        modules are looked for only then, because that takes a millisecond or more.
         """
         if first:
             self._fsdp_modules = running_fsdp_modules()
             averaged, summed = reduction_of(self._fsdp_modules, self._group)
             self.averaged_by, self.summed_by = self.averaged_by or averaged, self.summed_by or summed
-            self._apart = ranks_apart(self._fsdp_modules, self._group)
+            self._apart = [found] if (found := ranks_apart(self._fsdp_modules, self._group)) else []
+            if first_step and (found := unwrapped_parameters(list(calling_modules()), self._group)):
+                self._apart.append(found)
         self.averaged_by = self.averaged_by or running_average(self._group)
 
     def note_backward(self) -> None:
@@ -104,14 +109,15 @@ class LossWatch:
         made for; checked once for each loss. Warn once per step if gradients are averaged over ranks with different
         token counts and no share was reported. If a model has several steps (one for an encoder), some have no loss of
         their own; a reported loss of any step in the same backward is enough. Warn once per step if FSDP2 sums
-        gradients over replicas too, and if no wrapper reduces them over all ranks of the step.
+        gradients over replicas too, if no wrapper reduces them over all ranks of the step, and if trained parameters
+        are outside of all wrappers.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None
             self._refuse(made_for, *reduction_of(self._fsdp_modules, self._group), late=True)
         self._warn_of_replicas()
-        if self._apart is not None:
-            warning, self._apart = self._apart, None
+        due, self._apart = self._apart, []
+        for warning in due:
             warnings.warn(warning, stacklevel=2)
         if self.averaged_by is None or self.said or any(step.losses.in_backward for step in live_steps()):
             return
