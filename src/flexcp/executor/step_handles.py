@@ -39,9 +39,11 @@ def next_number() -> int:
 def run_instead(step: Step) -> Step | None:
     """Return another step that ran attention after ``step`` was made, the one that did so last; None if there is none.
 
-    If ``step`` itself ran none, the model was probably given that one. Only steps that are still referred to are found.
+    If ``step`` itself ran none, the model was probably given that one. It must have as many rows on this rank: a step
+    of another model, such as an image encoder, seldom has. Only steps that are still referred to are found.
     """
-    later = [other for other in live_steps() if other is not step and other.last_call > int(step.handle)]
+    others = [other for other in live_steps() if other is not step and other.local_tokens == step.local_tokens]
+    later = [other for other in others if other.last_call > int(step.handle)]
     return max(later, key=lambda other: other.last_call, default=None)
 
 
