@@ -240,9 +240,11 @@ def run_unwrapped(group: dist.ProcessGroup, wrapping: str) -> dict[str, Any]:
     gradients: Gradients = "averaged"
     if wrapping == "FSDP2 of a layer, frozen head":
         model.again.requires_grad_(False)
-    if wrapping.startswith("FSDP2"):
+    if wrapping == "FSDP2 of tied weights":
+        model.layer.head.weight = model.layer.embed.weight
+    elif wrapping.startswith("FSDP2"):
         fully_shard(model.layer, mesh=mesh)
-    if wrapping in ("FSDP2", "FSDP2 without a parameter"):
+    if wrapping in ("FSDP2", "FSDP2 of tied weights", "FSDP2 without a parameter"):
         ignored = {model.again.weight} if wrapping == "FSDP2 without a parameter" else None
         fully_shard(model, mesh=mesh, ignored_params=ignored)
     if wrapping == "DDP of a layer":

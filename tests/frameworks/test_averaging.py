@@ -175,6 +175,9 @@ def test_a_wrapper_over_all_ranks_and_none_are_not_warned_of(four: RankPool, wra
         assert found["warnings"] == [] and found["same"] == (wrapping == "DDP")
 
 
+WRAPPED_WHOLE = ["none", "DDP", "DDP of both", "FSDP2", "FSDP2 of tied weights", "FSDP2 of a layer, frozen head"]
+
+
 @pytest.mark.parametrize(
     ("wrapping", "outside"),
     [
@@ -193,7 +196,7 @@ def test_parameters_outside_of_wrappers_are_warned_of_once(two: RankPool, wrappi
         assert "or fully_shard(model) after fully_shard of its layers" in said
 
 
-@pytest.mark.parametrize("wrapping", ["none", "DDP", "DDP of both", "FSDP2", "FSDP2 of a layer, frozen head"])
+@pytest.mark.parametrize("wrapping", WRAPPED_WHOLE)
 def test_models_that_are_wrapped_whole_or_not_at_all_are_not_warned_of(two: RankPool, wrapping: str) -> None:
     for found in two.run(run_unwrapped, wrapping):
         assert found["warnings"] == [] and bool(found["apart"]) == (wrapping == "none")

@@ -16,10 +16,6 @@ It may be meant (the loss may be divided by the replicas), so there is a warning
 ``sum_gradients(model, replicas=...)`` says what is. A number of replicas that the ranks of the step do not have is
 warned of as well.
 
-A wrapper may also reduce gradients over other ranks than those of the step, such as those of a mesh's data-parallel
-axis alone. Then every rank of the step trains on its own share and their weights drift apart. Gradients may still be
-reduced over the step's ranks by the user's own code, so this is a warning.
-
 FSDP2 reduces gradients by its settings at the time of the backward, and ``sum_gradients`` may be called after the loss
 was computed. So the backward checks the modules that attention ran in again.
 
@@ -115,15 +111,28 @@ def counted_rows(count: float, labels: int) -> str:
     )
 
 
+def running_ddp() -> Any:
+    """Return the DDP module whose forward is running, or None."""
+    # This name is internal to torch; if a release changes it, only the checks that use it are lost.
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    return None if active is None else active()
+
+
+def fsdp_states() -> dict[nn.Module, FsdpModule]:
+    """Return the FSDP2 modules of this process, each with a weak reference to its state."""
+    # These names are internal to torch; if a release changes them, only the checks that use them are lost. If nothing
+    # imported FSDP2, there are no modules.
+    known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
+    return dict(known or {})
+
+
 def running_average(group: dist.ProcessGroup | None) -> str | None:
     """Return the class name of the running DDP wrapper that averages gradients over ranks of ``group``, or None.
 
     Running means that this call is inside its forward. A wrapper counts if it averages over at least two ranks of the
     group, is not under ``no_sync`` and has no communication hook but torch's own.
     """
-    # These names are internal to torch; if a release changes them, only this check is lost.
-    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
-    wrapper = None if active is None else active()
+    wrapper = running_ddp()
     if wrapper is None or group is None or not wrapper.require_backward_grad_sync:
         return None
     hooks = getattr(wrapper, "_comm_hooks", ())
@@ -146,7 +155,7 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
         mesh = found.mesh_info.mesh
         if id(mesh) not in overlaps:
             overlaps[id(mesh)] = len(shared & set(mesh.mesh.flatten().tolist())) > 1
-        if not overlaps[id(mesh)] or not _trained(found):
+        if not overlaps[id(mesh)] or not is_trained(found):
             continue
         if found.gradient_divide_factor is None:
             averaged = FSDP_AVERAGES
@@ -155,40 +164,11 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
     return averaged, summed
 
 
-def _trained(param_group: Any) -> bool:
+def is_trained(param_group: Any) -> bool:
     """Return whether a parameter group of FSDP2 has a parameter that is not frozen; True if that is not known."""
     # These names are internal to torch; with a release that changes them, frozen groups count too.
     parameters = [getattr(x, "sharded_param", None) for x in getattr(param_group, "fsdp_params", ())]
     return not parameters or any(x is None or x.requires_grad for x in parameters)
-
-
-def ranks_apart(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> str | None:
-    """Return a warning if wrappers run that reduce gradients, but not over all ranks of ``group``.
-
-    The wrappers are the running DDP module and trained parameter groups of ``modules``; what any of them reduces over
-    counts. Return None if nothing is wrong, no wrapper runs, or there is no group.
-    """
-    if group is None:
-        return None
-    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
-    wrapper = None if active is None else active()
-    found = [(type(wrapper).__name__, dist.get_process_group_ranks(wrapper.process_group))] if wrapper else []
-    param_groups = (each for module in modules for each in getattr(module(), "_fsdp_param_groups", ()))
-    meshes = {id(each.mesh_info.mesh): each.mesh_info.mesh for each in param_groups if _trained(each)}
-    found += [("FSDP2", mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
-    shared = set(dist.get_process_group_ranks(group))
-    reduced = shared & {rank for _, ranks in found for rank in ranks}
-    return apart_words(found[0][0], len(reduced), len(shared)) if found and reduced < shared else None
-
-
-def apart_words(who: str, reduced: int, ranks: int) -> str:
-    """Return the warning for ``who``, which reduces gradients over only ``reduced`` of a step's ``ranks`` ranks."""
-    return (
-        f"{who} reduces gradients over {reduced} of the {ranks} ranks that share this batch: each rank's gradient is "
-        "that of its own part, and the weights of the ranks drift apart. Wrap the model over all ranks, those of the "
-        "data-parallel axis and of the step: DistributedDataParallel(model) without a process group, or fully_shard "
-        "with a mesh that has both axes. If your own code reduces gradients over the step's ranks, filter this warning"
-    )
 
 
 def wrong_replicas(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> str | None:
@@ -252,19 +232,17 @@ def running_fsdp_modules() -> list[FsdpModule]:
     callers of this function. All modules of such a model are returned, because those that were compiled together do not
     all appear among the callers.
     """
-    # These names are internal to torch; if a release changes them, only this check is lost. If nothing imported FSDP2,
-    # there are no modules.
-    known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
+    known = fsdp_states()
     found = [
         (module, state)
-        for module, state in (known or {}).items()
+        for module, state in known.items()
         if getattr(getattr(state(), "_training_state", None), "name", "") == "FORWARD"
     ]
     if not found:
         return []
     callers = {id(module) for module in calling_modules()}
     running = {id(_model_of(state)) for module, state in found if id(module) in callers}
-    return [state for state in (known or {}).values() if id(_model_of(state)) in running]
+    return [state for state in known.values() if id(_model_of(state)) in running]
 
 
 def _model_of(state: FsdpModule) -> Any:

@@ -5,7 +5,8 @@ over ranks. ``step.loss`` and ``step.share`` report a share that they made (:met
 for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it. From
 both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if gradients
 are averaged and no share was reported, or reduced over more or fewer ranks than those of the step.
-:mod:`flexcp.executor.losses.averaging` inspects the modules and has the texts of both.
+:mod:`flexcp.executor.losses.averaging` and :mod:`flexcp.executor.losses.apart` inspect the modules and have the texts
+of both.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.executor.losses.apart import ranks_apart, unwrapped_parameters
 from flexcp.executor.losses.averaging import (
     MIXED,
     FsdpModule,
     Gradients,
     calling_modules,
-    ranks_apart,
     reduction_of,
     running_average,
     running_fsdp_modules,
@@ -30,7 +31,6 @@ from flexcp.executor.losses.averaging import (
     wrong_factor,
     wrong_replicas,
 )
-from flexcp.executor.losses.unwrapped import unwrapped_parameters
 from flexcp.executor.step_handles import live_steps
 from flexcp.plan.placement import Placement
 
@@ -91,7 +91,7 @@ class LossWatch:
 
         ``first`` says that it is the step's first call; FSDP2 modules, and the ranks that all modules reduce over, are
         looked for only then. ``first_step`` says that it is the first step of its group; parameters outside of the
-        modules are looked for only then, because that takes a millisecond or more.
+        modules are looked for only then, because that visits every module of the model.
         """
         if first:
             self._fsdp_modules = running_fsdp_modules()

@@ -112,6 +112,14 @@ def touched_dq(program: RankProgram) -> dict[int, int]:
     return first
 
 
+def only_lists_add_to_dq(program: RankProgram, touched: dict[int, int]) -> bool:
+    """Return whether nothing but the rank's own work lists writes dq of own rows.
+
+    ``touched`` is the result of :func:`touched_dq`.
+    """
+    return touched[QUERIES] == len(program.slots) and len(program.laid[QUERIES]) == 0
+
+
 def covers(slices: Ints, rows: int) -> bool:
     """Return whether each of the query rows ``0..rows - 1`` is in a slice."""
     order = np.argsort(slices[:, Q0], kind="stable")

@@ -20,7 +20,7 @@ from flexcp.executor.kernels import find_kernel, has_triton
 from flexcp.executor.run.finished_rows import OwnRows
 from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.packing import FieldPacking, Packing
-from flexcp.executor.run.pass_recipe import LaunchRecipe, PassRecipe
+from flexcp.executor.run.pass_recipe import LaunchRecipe, PassRecipe, only_lists_add_to_dq
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork
 from flexcp.plan.memory import QUERIES
 from flexcp.shape import Shape
@@ -90,10 +90,9 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
     untouched = recipe.untouched_dq if hasattr(module, "close_dq") else {}
     can_finish = getattr(module, "FINISHES", False)
     finished = recipe.finished_rows if can_finish else None
-    # If no message ever touches dq of own rows, only work lists add to it, so it is complete when it is closed. Closing
-    # writes every row, so there must be no laid ones.
-    lists_alone = untouched.get(QUERIES) == len(program.slots) and len(program.laid[QUERIES]) == 0
-    finishes = can_finish and recipe.backward and lists_alone and recipe.has_own_lists
+    # A dq to which only work lists add is complete when it is closed.
+    closed_once = bool(untouched) and only_lists_add_to_dq(program, untouched)
+    finishes = can_finish and recipe.backward and closed_once and recipe.has_own_lists
     model = (shape, kernel, module, types, lists)
     work = [
         [

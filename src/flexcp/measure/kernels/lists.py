@@ -17,7 +17,7 @@ from torch import Tensor
 from flexcp import masks
 from flexcp.executor.kernels import Settings, find_kernel
 from flexcp.executor.run.finished_rows import finished_rows
-from flexcp.executor.run.pass_recipe import touched_dq
+from flexcp.executor.run.pass_recipe import only_lists_add_to_dq, touched_dq
 from flexcp.executor.run.rank_program import RankProgram
 from flexcp.measure.kernels.bench import BACKWARD, Heads, random_tensors, timed
 from flexcp.plan.memory import QUERIES
@@ -54,7 +54,7 @@ class Listed:
 def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
     """Return the work lists of each slot of a rank's program, ``[slot][list]``."""
     touched, finished = touched_dq(program), None if backward else finished_rows(program)
-    alone = touched[QUERIES] == len(program.slots) and len(program.laid[QUERIES]) == 0
+    alone = only_lists_add_to_dq(program, touched)
     found = []
     for at, slot in enumerate(program.slots):
         lists = []

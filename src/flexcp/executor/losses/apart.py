@@ -1,24 +1,56 @@
-"""Unwrapped parameters: those of a model that are trained but in no DDP or FSDP2 module, while other parts are.
+"""Apart: ranks of a step, or parameters of a model, over which DDP and FSDP2 do not reduce gradients.
 
-``fully_shard`` of every layer without the model itself, or DDP around a part of the model, leaves the other parameters
-to themselves: every rank of a step keeps the gradient of its own part, and their weights drift apart. The loss is right
-all the same. Attention runs inside the model's forward, so the outermost module on the call stack is the model, and its
-parameters can be compared with those that wrappers hold. Gradients may still be reduced by the user's own code, so this
-is a warning.
+A wrapper may reduce gradients over other ranks than those of the step, such as those of a mesh's data-parallel axis
+alone. And ``fully_shard`` of every layer without the model itself, or DDP around a part of the model, leaves the other
+parameters to themselves. In both cases the loss is right, but every rank of the step keeps the gradient of its own part
+of the batch, and weights drift apart. Gradients may still be reduced by the user's own code, so these are warnings.
+
+Attention runs inside the model's forward, so the outermost module on the call stack is the model, and its parameters
+can be compared with those that wrappers hold.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flexcp.executor.losses.averaging import FsdpModule, fsdp_states, is_trained, running_ddp
+
 Spot = tuple[int, str]
 """A parameter, as the id of its module and its name there: FSDP2 replaces the tensor during a forward."""
+
+
+def ranks_apart(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> str | None:
+    """Return a warning if wrappers run that reduce gradients, but not over all ranks of ``group``.
+
+    The wrappers are the running DDP module and trained parameter groups of ``modules``; what any of them reduces over
+    counts. Return None if nothing is wrong, no wrapper runs, or there is no group.
+    """
+    if group is None:
+        return None
+    wrapper, found = running_ddp(), list[tuple[str, list[int]]]()
+    if wrapper is not None:
+        found.append((type(wrapper).__name__, dist.get_process_group_ranks(wrapper.process_group)))
+    param_groups = (each for module in modules for each in getattr(module(), "_fsdp_param_groups", ()))
+    meshes = {id(each.mesh_info.mesh): each.mesh_info.mesh for each in param_groups if is_trained(each)}
+    found += [("FSDP2", mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+    shared = set(dist.get_process_group_ranks(group))
+    reduced = shared & {rank for _, ranks in found for rank in ranks}
+    return apart_words(found[0][0], len(reduced), len(shared)) if found and reduced < shared else None
+
+
+def apart_words(who: str, reduced: int, ranks: int) -> str:
+    """Return the warning for ``who``, which reduces gradients over only ``reduced`` of a step's ``ranks`` ranks."""
+    return (
+        f"{who} reduces gradients over {reduced} of the {ranks} ranks that share this batch: each rank's gradient is "
+        "that of its own part, and the weights of the ranks drift apart. Wrap the model over all ranks, those of the "
+        "data-parallel axis and of the step: DistributedDataParallel(model) without a process group, or fully_shard "
+        "with a mesh that has both axes. If your own code reduces gradients over the step's ranks, filter this warning"
+    )
 
 
 def unwrapped_parameters(callers: list[nn.Module], group: dist.ProcessGroup | None) -> str | None:
@@ -36,7 +68,7 @@ def unwrapped_parameters(callers: list[nn.Module], group: dist.ProcessGroup | No
         for own, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad:
                 continue
-            if (id(module), own) in wrapped or hasattr(parameter, "device_mesh"):
+            if (id(module), own) in wrapped:
                 inside += 1
             else:
                 outside.append(f"{name}.{own}" if name else own)
@@ -53,10 +85,8 @@ def _held_by_ddp(model: nn.Module) -> Iterator[Spot]:
 
 def _held_by_fsdp() -> Iterator[Spot]:
     """Yield the parameters that FSDP2 holds, of all models of this process."""
-    # These names are internal to torch; if a release changes them, only this check is lost. If nothing imported FSDP2,
-    # there are no such parameters.
-    known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
-    for state in (known or {}).values():
+    # These names are internal to torch; if a release changes them, only this check is lost.
+    for state in fsdp_states().values():
         for group in getattr(state(), "_fsdp_param_groups", ()):
             for held in getattr(group, "fsdp_params", ()):
                 yield from _spots(getattr(held, "_module_info", None))
