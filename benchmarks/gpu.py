@@ -33,6 +33,8 @@ PACKS = 5
 RANKS_TIMED = 4
 DATA = (("web", 8), ("web", 64), ("libra256k", 8), ("libra256k", 64))
 TOKENS_PER_RANK = 8192
+SIZES = ("rows", "keys", "shelf", "shelf_heads", "h0", "h1", "open_dq", "alone")
+"""The fields of a ``Listed`` that the file of ``--make-plans`` keeps as one array of integers."""
 
 
 def main() -> None:
@@ -170,7 +172,7 @@ def plan_work() -> dict[str, Any]:
                     for number, x in enumerate(x for lists in slots for x in lists):
                         key = f"{data}/{ranks}/{seed}/{rank}/{direction}/{number}"
                         made[key] = x.slices
-                        made[key + "/shape"] = np.array([x.rows, x.keys, x.shelf, x.shelf_heads, x.h0, x.h1, x.open_dq])
+                        made[key + "/shape"] = np.array([getattr(x, name) for name in SIZES])
                         if x.begins is not None:
                             made[key + "/begins"], made[key + "/finishes"] = x.begins, x.finishes
     return made
@@ -219,7 +221,11 @@ def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
         (k for k in made if k.startswith(prefix) and k.split("/")[-1].isdigit()), key=lambda k: int(k.split("/")[-1])
     )
     return [
-        Listed(made[k], *made[k + "/shape"].tolist(), *(made.get(k + x) for x in ("/begins", "/finishes")))
+        Listed(
+            made[k],
+            **dict(zip(SIZES, made[k + "/shape"].tolist(), strict=True)),
+            **{name: made.get(f"{k}/{name}") for name in ("begins", "finishes")},
+        )
         for k in keys
     ]
 
