@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests test-all loops kernels lint docs screenshots pictures counts verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
+.PHONY: demo test tests test-all loops kernels lint docs screenshots pictures counts verify-all planning trees trees-exact simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -65,6 +65,10 @@ planning: .venv/ready
 # Bytes, balance and planning time of trees; writes docs/results/trees.md.
 trees: .venv/ready
 	$(BIN)/python benchmarks/tree_planning.py --write docs/results/trees.md
+
+# 200 batches of random trees beside independent sequences, on gloo ranks in float64; an hour; writes docs/results/trees-exact.md.
+trees-exact: .venv/ready
+	$(BIN)/python benchmarks/trees.py --write docs/results/trees-exact.md
 
 # How long simulating a plan takes; writes docs/results/simulator-speed.md.
 simulator-speed: .venv/ready
