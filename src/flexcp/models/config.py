@@ -110,7 +110,10 @@ def _family(fields: Fields) -> Family:
     if config.get("is_encoder_decoder") is True:
         raise NotImplementedError(f"{file} is an encoder with a decoder; only decoders are read from a file")
     if kind in REFUSED:
-        raise NotImplementedError(f"{file} is a model of the type {kind!r}, which is not read: {REFUSED[kind]}")
+        raise NotImplementedError(
+            f"{file} is a model of the type {kind!r}, which is not read: {REFUSED[kind]}; for plans and times of its "
+            f"causal softmax layers alone, {NUMBERS}"
+        )
     if not kind:
         raise ValueError(
             f"{file} has no model_type, which says how the other fields are read; write it into the file, "

@@ -44,7 +44,7 @@ Gradients = Literal["summed", "averaged"]
 FsdpModule = Callable[[], Any]
 """A weak reference to FSDP2's state of a module; it is called to get the state, or None if that no longer exists."""
 FSDP_AVERAGES = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
-FSDP_SUMS = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"
+FSDP_SUMS = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model) or set_gradient_divide_factor(1.0),"
 MIXED = (
     "some FSDP2 modules of this model sum gradients and others average them: call "
     "flexcp.frameworks.fsdp.sum_gradients(model) after the last fully_shard, which is the root's, or not at all with "
