@@ -80,7 +80,10 @@ def _flat(kind: str, tied: bool | None) -> dict[str, Any]:
         ({"model_type": "novel", "text_config": by_hand("llama")}, ["'novel'", "config.text_config.save_pretrained"]),
         ({"model_type": "llama", "text_config": by_hand("llama")}, ["'llama'", "text_config is not read"]),
         ({"model_type": "paligemma", "text_config": by_hand("gemma")}, ["'paligemma'", "both sides"]),
-        ({"model_type": "llama4", "text_config": by_hand("llama")}, ["'llama4_text'", "chunks", "--mask chunked", "--heads, --kv-heads"]),
+        (
+            {"model_type": "llama4", "text_config": by_hand("llama")},
+            ["'llama4_text'", "chunks", "--mask chunked", "--heads, --kv-heads"],
+        ),
         (_flat("gemma3", None), ["no text_config", "'gemma3'"]),
         ({"model_type": "gemma3", "text_config": 5}, ["no text_config", "'gemma3'"]),
     ],

@@ -1,0 +1,68 @@
+"""Proves that deep trees are read through few levels, that rows then seem to read at least what they do and not much
+more, and that other trees are left alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.masks import Mask
+from flexcp.planners.blocks import pack
+from flexcp.planners.blocks.compiled_shared import Reads, fetched, most_spans
+from flexcp.planners.blocks.deep_trees import DEEP, with_fewer_levels
+
+
+def comb(depth: int) -> Mask:
+    """Return a path with a leaf beside each of its segments."""
+    parents = [-1] + [2 * ((segment - 1) // 2) for segment in range(1, 2 * depth)]
+    return flexcp.tree(parents, [3] * len(parents))
+
+
+def deep_tree(seed: int, segments: int = 2500) -> Mask:
+    """Return a random tree in depth-first order whose segments mostly continue the one before."""
+    draw = np.random.default_rng(seed)
+    path, parents = [0], [-1]
+    for number in range(1, segments):
+        if draw.random() < 0.4:
+            del path[max(1, len(path) - int(draw.integers(1, 3))) :]
+        parents.append(path[-1])
+        path.append(number)
+    return flexcp.tree(parents, draw.integers(1, 9, segments).tolist())
+
+
+def reads_of(masks: list[Mask], monkeypatch: pytest.MonkeyPatch, thinned: bool) -> Reads:
+    with monkeypatch.context() as patch:
+        if not thinned:
+            patch.setattr(pack, "with_fewer_levels", lambda reads, lengths: reads)
+        batch = make_batch([int(sum(mask.params[1])) for mask in masks], masks)
+        found: Reads = pack.make_row_loads(batch, 4, 0, None).reads
+        return found
+
+
+@pytest.mark.parametrize("mask", [comb(700), deep_tree(0), deep_tree(1)], ids=["comb", "random 0", "random 1"])
+def test_rows_seem_to_read_at_least_what_they_do(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = [flexcp.tree([-1, 0, 0], [5, 6, 7]), mask]
+    exact, coarse = (reads_of(masks, monkeypatch, thinned) for thinned in (False, True))
+    assert exact.nested[1] > 2 * DEEP >= coarse.nested[1] > 0
+    assert np.array_equal(exact.slices[:3], coarse.slices[:3]) and exact.first[1] == coarse.first[1] == 3
+    assert len(coarse.slices) < len(exact.slices)
+    tokens, draw = int(sum(mask.params[1])), np.random.default_rng(7)
+    spans = np.zeros((most_spans(exact) + 1, 2), np.int64)
+    sums = np.zeros(2, np.int64)
+    for _ in range(300):
+        lo, hi = np.sort(draw.choice(tokens + 1, 2, replace=False))
+        rows = np.array([[lo, hi]])
+        each = [fetched(rows, 1, rows, 1, reads, 1, spans) for reads in (exact, coarse)]
+        assert each[0] <= each[1] <= lo
+        sums += each
+    assert sums[1] <= 2.2 * sums[0]
+
+
+def test_trees_of_few_levels_are_left_alone() -> None:
+    batch = make_batch([int(sum(m.params[1])) for m in (comb(100), comb(50))], [comb(100), comb(50)])
+    loads = pack.make_row_loads(batch, 4, 0, None)
+    reads = pack.TreeReads(loads.slices, loads.slice_first, loads.around, loads.nested)
+    assert with_fewer_levels(reads, batch.lengths) is reads
