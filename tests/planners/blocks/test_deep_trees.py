@@ -21,7 +21,7 @@ def comb(depth: int) -> Mask:
     return flexcp.tree(parents, [3] * len(parents))
 
 
-def deep_tree(seed: int, segments: int = 2500) -> Mask:
+def deep_tree(seed: int, segments: int = 5000) -> Mask:
     """Return a random tree in depth-first order whose segments mostly continue the one before."""
     draw = np.random.default_rng(seed)
     path, parents = [0], [-1]
