@@ -20,13 +20,16 @@ with an error. Everything but planning times is *simulated*; no time here was me
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import platform
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -251,6 +254,10 @@ def cells_of(setting: Setting, lengths: str, seeds: Sequence[int] = SEEDS) -> li
     return found
 
 
+def _cells(of: tuple[Setting, str], seeds: Sequence[int]) -> list[Cell]:
+    return cells_of(*of, seeds)
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,12 +378,16 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", default=list(LENGTHS))
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="at least two")
     parser.add_argument("--no-planning", action="store_true", help="no table of planning times")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that plan and simulate batches")
     asked = parser.parse_args()
     console = Console(stderr=True)
     wanted = [(s, n) for s in SETTINGS if asked.only in s.words for n in asked.lengths]
     cells: list[Cell] = []
-    for setting, lengths in track(wanted, "batches", console=console):
-        cells += cells_of(setting, lengths, asked.seeds)
+    with ProcessPoolExecutor(asked.processes, multiprocessing.get_context("spawn")) as pool:
+        found = pool.map(partial(_cells, seeds=asked.seeds), wanted)
+        for some in track(found, "batches", len(wanted), console=console):
+            cells += some
+    # Planning is timed when nothing else runs.
     planning = [] if asked.no_planning else planning_times(PLANNING, asked.lengths)
     text = page(cells, planning)
     Console(width=400).print(text, markup=False)
