@@ -113,7 +113,8 @@ def _bound(
         if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
             # The first NCCL call of a group needs all its ranks; the first exchange of a plan may not involve all.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)
-            connect(plan.peers(rank) if recipe is None else recipe.peers, ranks, torch.device("cuda"), progress)
+            peers = plan.peers(rank) if recipe is None else recipe.peers
+            connect(peers, ranks, torch.device("cuda"), limit, progress)
     elif mistake:
         raise ValueError(mistake)
     return Step(Passes(plan, rank, ranks if size > 1 else None, limit, number, calls, ahead), recipe)

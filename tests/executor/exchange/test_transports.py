@@ -504,14 +504,33 @@ def test_the_end_of_a_pass_waits_for_what_was_sent_and_never_asked_for() -> None
 def on_connect(group: dist.ProcessGroup, plan: Plan) -> tuple[list[tuple[int, int]], int, int]:
     told: list[tuple[int, int]] = []
     peers = plan.peers(dist.get_rank(group))
-    first = connect(peers, group, torch.device("cpu"), lambda done, everyone: told.append((done, everyone)))
-    return told, first, connect(peers, group, torch.device("cpu"))
+    limit = timedelta(seconds=30)
+    first = connect(peers, group, torch.device("cpu"), limit, lambda done, everyone: told.append((done, everyone)))
+    return told, first, connect(peers, group, torch.device("cpu"), limit)
 
 
 def test_peers_are_met_once(pool: RankPool) -> None:
     plan = plan_for("zigzag:3", 2, 3)
     for told, first, again in pool.run(on_connect, plan, ranks=6):
         assert (first, again) == (2, 0) and told[0] == (0, 2) and told[-1] == (2, 2)
+
+
+@pytest.mark.parametrize("way", ["fails", "stands still"])
+def test_a_store_that_cannot_list_the_peers_is_named(way: str) -> None:
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            if way == "stands still":
+                time.sleep(3)
+            raise dist.DistStoreError("connection lost")
+
+    group = SimpleNamespace(get_group_store=Store)
+    words = "does not answer within 0.1 s" if way == "stands still" else "the group's store failed: connection lost"
+    with (
+        patch.object(dist, "get_rank", lambda group: 0),
+        patch.object(dist, "get_world_size", lambda group: 2),
+        pytest.raises(RuntimeError, match=words),
+    ):
+        connect([1], group, torch.device("cpu"), timedelta(seconds=0.1))  # type: ignore[arg-type]
 
 
 def test_a_question_that_is_never_answered_is_left_behind() -> None:

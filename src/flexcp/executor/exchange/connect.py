@@ -13,9 +13,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from flexcp.executor.exchange.failure_notes import through_store
 
 Progress = Callable[[int, int], None]
 """A function that is called with the number of new peers connected so far, and the number of all new peers."""
@@ -23,15 +27,21 @@ AT_ONCE = 8
 """How many distances (numbers of ranks between two peers) one turn covers."""
 
 
-def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, progress: Progress | None = None) -> int:
+def connect(
+    peers: list[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
+    progress: Progress | None = None,
+) -> int:
     """Exchange a byte with each of the ranks ``peers`` that is not yet connected, and return how many these were.
 
-    The peers must call this at the same time. ``progress`` is called before the first turn and after each; by default
-    it shows a line on a terminal.
+    The peers must call this at the same time. ``timeout`` limits how long the group's store may take to answer.
+    ``progress`` is called before the first turn and after each; by default it shows a line on a terminal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store, key = group.get_group_store(), f"flexcp/connected/{rank}"
-    met: list[int] = json.loads(store.get(key)) if store.check([key]) else []
+    met: list[int] = through_store(timeout, lambda: _connected(store, key))
     new = sorted(set(peers) - set(met))
     if not new:
         return 0
@@ -46,8 +56,14 @@ def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, pr
         _meet(turn, group, device)
         done += len(turn)
         tell(done, len(new))
-    store.set(key, json.dumps(sorted({*met, *new})))
+    through_store(timeout, lambda: store.set(key, json.dumps(sorted({*met, *new}))))
     return len(new)
+
+
+def _connected(store: Any, key: str) -> list[int]:
+    """Return the peers that the store lists under a key; none if it has no such key."""
+    found: list[int] = json.loads(store.get(key)) if store.check([key]) else []
+    return found
 
 
 def _meet(peers: list[int], group: dist.ProcessGroup, device: torch.device) -> None:
