@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import offsets, united
+from flexcp.arrays.intervals import offsets, overlaps, united
+from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
 from flexcp.plan.placement import Placement, Regions, Runs
 from flexcp.plan.user_layouts import user_layout as user_layout
@@ -104,11 +105,10 @@ def check_cap(runs: Runs, request: Request) -> None:
 def _tokens_of_documents(runs: Runs, rank: int, batch: Batch) -> Ints:
     """Return how many tokens of each document a rank keeps."""
     mine = runs.rank == rank
-    order = np.argsort(runs.start[mine], kind="stable")
-    borders = np.stack([runs.start[mine][order], runs.stop[mine][order]], axis=1)
-    kept = offsets(borders[:, 1] - borders[:, 0])
-    before = np.interp(batch.starts, borders.ravel(), np.stack([kept[:-1], kept[1:]], axis=1).ravel())
-    return np.diff(before).astype(np.int64)
+    begin, end = runs.start[mine], runs.stop[mine]
+    run, document = overlaps(begin, end, batch.starts[:-1], batch.starts[1:])
+    kept = np.minimum(end[run], batch.starts[document + 1]) - np.maximum(begin[run], batch.starts[document])
+    return sums(document, kept, batch.documents)
 
 
 def check_tolerances(request: Request, placement: Placement) -> None:
