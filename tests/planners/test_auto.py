@@ -173,7 +173,7 @@ def test_equal_lengths_stay_static() -> None:
     note = auto(request([4096] * 8)).note
     assert note.startswith("dp: ") and "ms a step simulated" in note
     others = re.findall(r"([\d.]+) times as fast as (\S+)( in other settings)? \(", note)
-    assert {name for _, name, _ in others} == {"blocks", "dp@load"}
+    assert {name for _, name, _ in others} == {"groups:team=4", "dp@load"}
     assert all(float(times) >= 1 and not same for times, _, same in others)
 
 
