@@ -66,7 +66,7 @@ planning: .venv/ready
 trees: .venv/ready
 	$(BIN)/python benchmarks/tree_planning.py --write docs/results/trees.md
 
-# 200 batches of random trees beside independent sequences, on gloo ranks in float64; an hour; writes docs/results/trees-exact.md.
+# 200 batches of random trees beside independent sequences, on gloo ranks in float64; long; writes docs/results/trees-exact.md.
 trees-exact: .venv/ready
 	$(BIN)/python benchmarks/trees.py --write docs/results/trees-exact.md
 

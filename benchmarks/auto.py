@@ -29,14 +29,15 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
 from flexcp.clusters import cluster
-from flexcp.compare.compare import attention_only, method_of, planned
+from flexcp.compare.compare import attention_only, planned
 from flexcp.compare.static_choice import DEALINGS
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
@@ -45,7 +46,7 @@ from flexcp.models.find import find_model
 from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import dealt_by_load, static_methods
-from flexcp.planners.static.dealing import deals_by_load
+from flexcp.planners.static.dealing import deals_by_load, method_of
 from flexcp.planners.static.static import STATIC
 from flexcp.planners.strategies import find_strategy
 from flexcp.schedule.predict import lower_bound, predict
@@ -254,10 +255,6 @@ def cells_of(setting: Setting, lengths: str, seeds: Sequence[int] = SEEDS) -> li
     return found
 
 
-def _cells(of: tuple[Setting, str], seeds: Sequence[int]) -> list[Cell]:
-    return cells_of(*of, seeds)
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +381,7 @@ def main() -> None:
     wanted = [(s, n) for s in SETTINGS if asked.only in s.words for n in asked.lengths]
     cells: list[Cell] = []
     with ProcessPoolExecutor(asked.processes, multiprocessing.get_context("spawn")) as pool:
-        found = pool.map(partial(_cells, seeds=asked.seeds), wanted)
+        found = pool.map(cells_of, (s for s, _ in wanted), (n for _, n in wanted), repeat(asked.seeds))
         for some in track(found, "batches", len(wanted), console=console):
             cells += some
     # Planning is timed when nothing else runs.

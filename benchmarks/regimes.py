@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.progress import track
 
 from flexcp.clusters import Cluster, cluster
-from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, method_of
+from flexcp.compare.compare import STATIC, STATIC_BY_LOAD
 from flexcp.compare.static_choice import DEALINGS, fixed_static
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.models.topology import divided_preset, topology
+from flexcp.planners.static.dealing import method_of
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
 from simulated import Experiment, row_of, step_of, table

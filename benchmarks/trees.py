@@ -34,11 +34,11 @@ RANKS = (1, 2, 3, 5, 8)
 LIMIT = 1e-9
 LARGE = TreeSizes(depth=16, fan_out=20, segment=300, segments=14, documents=3)
 INTRODUCTION = """
-**Measured**, by `make trees-exact` on {date} ({machine}): {batches} batches of random trees (depth to 16, fan-out to
-20, segments of 1 to 300 tokens) with plain documents between them, {tokens:,} tokens and {sequences:,} sequences in
-all, through a tiny Llama in float64 on real gloo ranks. Loss, log-probability of every position of every sequence and
-gradient of every parameter are compared with one forward for each sequence in one process; the limit is {limit:.0e}.
-Worst errors: {worst}. Ranks that sent other bytes than their plan says: {wrong_bytes}.
+**Measured**, by `make trees-exact` on {date} ({machine}{shares}): {batches} batches of random trees (depth to 16,
+fan-out to 20, segments of 1 to 300 tokens) with plain documents between them, {tokens:,} tokens and {sequences:,}
+sequences in all, through a tiny Llama in float64 on real gloo ranks. Loss, log-probability of every position of every
+sequence and gradient of every parameter are compared with one forward for each sequence in one process; the limit is
+{limit:.0e}. Worst errors: {worst}. Ranks that sent other bytes than their plan says: {wrong_bytes}.
 """
 
 
@@ -48,6 +48,7 @@ class Found:
 
     when: str = field(default_factory=lambda: date.today().isoformat())
     machine: str = field(default_factory=platform.machine)
+    shares: int = 1
     batches: int = 0
     tokens: int = 0
     sequences: int = 0
@@ -66,7 +67,8 @@ class Found:
 
 def joined(parts: Sequence[Found]) -> Found:
     """Return what several shares of the batches showed together."""
-    found = Found(when=max(x.when for x in parts), machine=", ".join(dict.fromkeys(x.machine for x in parts)))
+    machine = ", ".join(dict.fromkeys(x.machine for x in parts))
+    found = Found(max(x.when for x in parts), machine, sum(x.shares for x in parts))
     for part in parts:
         for name in ("batches", "tokens", "sequences", "wrong_bytes"):
             setattr(found, name, getattr(found, name) + getattr(part, name))
@@ -82,6 +84,7 @@ def page(found: Found) -> str:
     words = INTRODUCTION.format(
         date=found.when,
         machine=found.machine,
+        shares=f", in {found.shares} shares that ran side by side (`--save`, `--join`)" if found.shares > 1 else "",
         batches=found.batches,
         tokens=found.tokens,
         sequences=found.sequences,

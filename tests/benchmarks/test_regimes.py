@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexcp.clusters import cluster
+from flexcp.planners.static.dealing import method_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -25,7 +26,7 @@ def test_one_cell_and_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cell.gain == cell.of_batch[0][0] / cell.auto[0] > 0.8
     names = [name for _, name in (*cell.of_batch, *cell.fixed)]
     assert [name.endswith("@load") for name in names] == [False, True, False, True]
-    assert all(regimes.method_of(name) in regimes.STATIC for name in names)
+    assert all(method_of(name) in regimes.STATIC for name in names)
     assert all(one[0] <= 1.01 * other[0] for one, other in zip(cell.of_batch, cell.fixed, strict=True))
     text = regimes.page({regime: [cell]})
     gains = " | ".join(f"{x:.2f}" for x in cell.gains[1:])

@@ -11,7 +11,7 @@ import trees
 
 def share(loss: float, wrong_bytes: int = 0) -> trees.Found:
     return trees.Found(
-        "2026-01-0" + str(1 + wrong_bytes),
+        "2026-01-01",
         "machine",
         batches=2,
         tokens=1000,
@@ -28,6 +28,7 @@ def test_shares_add_up_and_the_worst_error_counts() -> None:
     assert (found.batches, found.tokens, found.sequences, found.wrong_bytes) == (4, 2000, 14, 0)
     assert found.worst == {"loss": 3e-12, "log_probs": 2e-16} and not found.failed
     page = trees.page(found)
+    assert "in 2 shares" in page and "shares" not in trees.page(share(1e-16))
     assert "4 batches" in page and "2,000 tokens" in page and "loss 3.0e-12, log-probs 2.0e-16" in page
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| blocks", "| ulysses"))]
     assert [row[3] for row in rows] == ["0 (2 refused)", "4"] and rows[0][2] == "2"

@@ -8,12 +8,13 @@ import pytest
 
 import flexcp
 from flexcp.batch import make_batch
-from flexcp.compare.compare import STATIC, compare, compare_batches, method_of
+from flexcp.compare.compare import STATIC, compare, compare_batches
 from flexcp.compare.static_choice import choose_static, first_of_fastest, fixed_static, spread_over
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.planners.request import Request
+from flexcp.planners.static.dealing import method_of
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
 

@@ -82,7 +82,7 @@ def _flat(kind: str, tied: bool | None) -> dict[str, Any]:
         ({"model_type": "paligemma", "text_config": by_hand("gemma")}, ["'paligemma'", "both sides"]),
         (
             {"model_type": "llama4", "text_config": by_hand("llama")},
-            ["'llama4_text'", "chunks", "--mask chunked", "--heads, --kv-heads"],
+            ["'llama4_text'", "chunks", "--heads, --kv-heads", "with --mask"],
         ),
         (_flat("gemma3", None), ["no text_config", "'gemma3'"]),
         ({"model_type": "gemma3", "text_config": 5}, ["no text_config", "'gemma3'"]),

@@ -25,12 +25,14 @@ from flexcp.models.find import find_model
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
+from flexcp.planners.auto import auto as auto_module
 from flexcp.planners.auto.auto import MOST_SIMULATED, _Search, auto, auto_plan, step_ns, variant_ns
 from flexcp.planners.auto.candidates import HIGH_EFFORT, Candidate, find_candidates
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, dealt_by_load, static_methods
+from flexcp.planners.static.dealing import method_of
 from flexcp.planners.strategies import STRATEGIES
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
@@ -150,7 +152,7 @@ def test_the_answer_is_that_of_simulating_everything(asked: Request) -> None:
 def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> None:
     plan = auto_plan(replace(asked, effort=effort))
     check_plan(plan)
-    assert plan.strategy.partition("@")[0].partition(":")[0] in STRATEGIES
+    assert method_of(plan.strategy) in STRATEGIES
     again = make_plan(auto(replace(asked, effort=effort)), asked.shape, asked.cluster, asked.cost, "auto")
     # The placement is the same. auto chose its stages by simulation, which make_plan does not do for a placement alone.
     assert plan == replace(again, programs=plan.programs) and step_ns(plan) <= step_ns(again)
@@ -167,6 +169,13 @@ def test_the_note_says_where_the_plan_is_not_the_one_of_the_strategys_name(lengt
     alone = make_plan(plan.placement, asked.shape, asked.cluster, asked.cost, "auto", asked.keep_kv, asked.most_ahead)
     assert (plan != alone) == (f"in other stages than --strategy {plan.strategy} has" in plan.placement.note)
     assert (plan == alone) == (lengths != [30_000, 30_000]), "one of them is cut otherwise, or this shows nothing"
+
+
+def test_a_plan_of_many_transfers_is_not_simulated_in_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request([30_000, 30_000])
+    assert "in other stages" in auto_plan(asked).placement.note
+    monkeypatch.setattr(auto_module, "MANY_TRANSFERS", 0)
+    assert "in other stages" not in auto_plan(asked).placement.note
 
 
 def test_equal_lengths_stay_static() -> None:

@@ -31,7 +31,7 @@ from flexcp.plan.statistics import bytes_a_layer
 from flexcp.planners.auto.auto import auto_plan, step_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import static_methods
-from flexcp.planners.static.dealing import BY_LOAD, deals_by_load
+from flexcp.planners.static.dealing import BY_LOAD, deals_by_load, method_of
 from flexcp.planners.static.static import STATIC as STATIC
 from flexcp.planners.strategies import SLOW, STRATEGIES, find_strategy
 from flexcp.schedule.predict import Prediction, predict
@@ -206,11 +206,6 @@ def compare_batches(
         )
         rows = {row.name: [*rows[row.name], row] for row in found.rows if row.simulation is not None}
     return rows
-
-
-def method_of(name: str) -> str:
-    """Return a strategy's name without its degree and its dealing: ``zigzag:4@load`` becomes ``zigzag``."""
-    return name.partition("@")[0].partition(":")[0]
 
 
 def common_degree(

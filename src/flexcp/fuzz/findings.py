@@ -9,6 +9,7 @@ from typing import Any
 
 from flexcp.fuzz.cases import Case
 from flexcp.fuzz.judge import Outcome
+from flexcp.planners.static.dealing import method_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _facts(case: Case) -> dict[str, set[str]]:
     layout = case.call.get("layout", case.call.get("tokens", "free"))
     told = {name for name, value in case.planner.items() if name not in ("strategy", "effort") and value is not None}
     return {
-        "strategy": {case.strategy.partition(":")[0].partition("@")[0]},
+        "strategy": {method_of(case.strategy)},
         "mask": {word[0] for some in words for word in some},
         "ranks": {str(case.cluster)[len(case.machine["name"]) + 1 :]},
         "dtype": {str(case.attention["dtype"])},

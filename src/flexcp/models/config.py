@@ -111,8 +111,8 @@ def _family(fields: Fields) -> Family:
         raise NotImplementedError(f"{file} is an encoder with a decoder; only decoders are read from a file")
     if kind in REFUSED:
         raise NotImplementedError(
-            f"{file} is a model of the type {kind!r}, which is not read: {REFUSED[kind]}; for plans and times of its "
-            f"causal softmax layers alone, {NUMBERS}"
+            f"{file} is a model of the type {kind!r}, which is not read: {REFUSED[kind]}; to plan attention of its "
+            f"sizes all the same, {NUMBERS}, and one mask for all layers with --mask"
         )
     if not kind:
         raise ValueError(

@@ -201,7 +201,7 @@ REFUSED = {
     "diffllama": "its layers subtract two attentions from each other",
     "doge": "its attention has a learned mask",
     "gpt_neo": "its local layers are windows that only attention_types names",
-    "llama4_text": "its layers see chunks (--mask chunked:SIZE plans one mask for all layers)",
+    "llama4_text": "its layers see chunks",
     "mllama": "some of its layers attend to images alone",
     "paligemma": "its prompts are seen from both sides",
     "recurrent_gemma": STATE,

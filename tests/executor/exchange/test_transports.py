@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import flexcp
+from flexcp.executor.exchange import connect as connecting
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.collectives import Occasion
 from flexcp.executor.exchange.connect import connect
@@ -515,12 +516,17 @@ def test_peers_are_met_once(pool: RankPool) -> None:
         assert (first, again) == (2, 0) and told[0] == (0, 2) and told[-1] == (2, 2)
 
 
-@pytest.mark.parametrize("way", ["fails", "stands still"])
+@pytest.mark.parametrize("way", ["cannot be read", "cannot be written", "stands still"])
 def test_a_store_that_cannot_list_the_peers_is_named(way: str) -> None:
     class Store:
         def check(self, keys: list[str]) -> bool:
+            if way == "cannot be written":
+                return False
             if way == "stands still":
                 time.sleep(3)
+            raise dist.DistStoreError("connection lost")
+
+        def set(self, key: str, value: str) -> None:
             raise dist.DistStoreError("connection lost")
 
     group = SimpleNamespace(get_group_store=Store)
@@ -528,6 +534,7 @@ def test_a_store_that_cannot_list_the_peers_is_named(way: str) -> None:
     with (
         patch.object(dist, "get_rank", lambda group: 0),
         patch.object(dist, "get_world_size", lambda group: 2),
+        patch.object(connecting, "_meet", lambda peers, group, device: None),
         pytest.raises(RuntimeError, match=words),
     ):
         connect([1], group, torch.device("cpu"), timedelta(seconds=0.1))  # type: ignore[arg-type]

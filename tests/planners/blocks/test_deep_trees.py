@@ -10,15 +10,10 @@ import pytest
 import flexcp
 from flexcp.batch import make_batch
 from flexcp.masks import Mask
-from flexcp.planners.blocks import pack
+from flexcp.planners.blocks import deep_trees, pack
 from flexcp.planners.blocks.compiled_shared import Reads, fetched, most_spans
-from flexcp.planners.blocks.deep_trees import DEEP, with_fewer_levels
-
-
-def comb(depth: int) -> Mask:
-    """Return a path with a leaf beside each of its segments."""
-    parents = [-1] + [2 * ((segment - 1) // 2) for segment in range(1, 2 * depth)]
-    return flexcp.tree(parents, [3] * len(parents))
+from flexcp.planners.blocks.deep_trees import DEEP
+from tree_planning import comb
 
 
 def deep_tree(seed: int, segments: int = 5000) -> Mask:
@@ -33,22 +28,21 @@ def deep_tree(seed: int, segments: int = 5000) -> Mask:
     return flexcp.tree(parents, draw.integers(1, 9, segments).tolist())
 
 
-def reads_of(masks: list[Mask], monkeypatch: pytest.MonkeyPatch, thinned: bool) -> Reads:
-    with monkeypatch.context() as patch:
-        if not thinned:
-            patch.setattr(pack, "with_fewer_levels", lambda reads, lengths: reads)
-        batch = make_batch([int(sum(mask.params[1])) for mask in masks], masks)
-        found: Reads = pack.make_row_loads(batch, 4, 0, None).reads
-        return found
+def reads_of(masks: list[Mask], monkeypatch: pytest.MonkeyPatch, deep: int = DEEP) -> Reads:
+    """Return what rows of these trees read, through fewer slices in those of more than ``deep`` levels."""
+    monkeypatch.setattr(deep_trees, "DEEP", deep)
+    batch = make_batch([int(sum(mask.params[1])) for mask in masks], masks)
+    found: Reads = pack.make_row_loads(batch, 4, 0, None).reads
+    return found
 
 
 @pytest.mark.parametrize("mask", [comb(700), deep_tree(0), deep_tree(1)], ids=["comb", "random 0", "random 1"])
 def test_rows_seem_to_read_at_least_what_they_do(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [flexcp.tree([-1, 0, 0], [5, 6, 7]), mask]
-    exact, coarse = (reads_of(masks, monkeypatch, thinned) for thinned in (False, True))
+    exact, coarse = (reads_of(masks, monkeypatch, deep) for deep in (1 << 40, DEEP))
     assert exact.nested[1] > 2 * DEEP >= coarse.nested[1] > 0
     assert np.array_equal(exact.slices[:3], coarse.slices[:3]) and exact.first[1] == coarse.first[1] == 3
-    assert len(coarse.slices) < len(exact.slices)
+    assert len(coarse.slices) == coarse.first[-1] < len(exact.slices)
     tokens, draw = int(sum(mask.params[1])), np.random.default_rng(7)
     spans = np.zeros((most_spans(exact) + 1, 2), np.int64)
     sums = np.zeros(2, np.int64)
@@ -61,8 +55,7 @@ def test_rows_seem_to_read_at_least_what_they_do(mask: Mask, monkeypatch: pytest
     assert sums[1] <= 2.2 * sums[0]
 
 
-def test_trees_of_few_levels_are_left_alone() -> None:
-    batch = make_batch([int(sum(m.params[1])) for m in (comb(100), comb(50))], [comb(100), comb(50)])
-    loads = pack.make_row_loads(batch, 4, 0, None)
-    reads = pack.TreeReads(loads.slices, loads.slice_first, loads.around, loads.nested)
-    assert with_fewer_levels(reads, batch.lengths) is reads
+def test_trees_of_few_levels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = reads_of([comb(100), comb(50)], monkeypatch)
+    for mine, exact in zip(found, reads_of([comb(100), comb(50)], monkeypatch, 1 << 40), strict=True):
+        assert np.array_equal(mine, exact)

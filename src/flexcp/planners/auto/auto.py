@@ -47,6 +47,7 @@ from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
+from flexcp.planners.static.dealing import method_of
 from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
@@ -63,12 +64,9 @@ MANY_REGIONS = 150_000
 
 The closed form counts all regions and takes longer than the event simulator, which counts rings by position.
 """
-OVERPRICED_PERMILLE = {"blocks": 20}
-OTHERS_OVERPRICED_PERMILLE = 50
-"""How much the closed form may overestimate the time of a placement on several nodes, per mille, by strategy.
-
-In 378 batches of seven distributions of lengths and four masks, the closed form had put the fastest placement of
-``blocks`` at most 11 per mille above the time it had to beat, and one of ``groups`` 37 per mille above.
+OVERPRICED_PERMILLE, BLOCKS_OVERPRICED_PERMILLE = 50, 20
+"""How much the closed form may overestimate the time of a placement on several nodes, per mille: of ``groups`` and
+others, and of ``blocks`` (see the lab notes).
 """
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
@@ -216,8 +214,8 @@ class _Search:
         """
         if self.request.cluster.nodes == 1 or placed.candidate.is_static:
             return placed.ns
-        method = placed.candidate.name.partition(":")[0]
-        return placed.ns - placed.ns * OVERPRICED_PERMILLE.get(method, OTHERS_OVERPRICED_PERMILLE) // 1000
+        is_blocks = method_of(placed.candidate.name) == "blocks"
+        return placed.ns - placed.ns * (BLOCKS_OVERPRICED_PERMILLE if is_blocks else OVERPRICED_PERMILLE) // 1000
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         """Return whether a candidate may be simulated.

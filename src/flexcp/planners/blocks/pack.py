@@ -38,7 +38,7 @@ from flexcp.arrays.intervals import offsets, spread
 from flexcp.batch import Batch, LayerMask
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1, cut, is_empty, rows_area
 from flexcp.masks.nested import FEW, NOT_NESTED
-from flexcp.planners.blocks.deep_trees import TreeReads, with_fewer_levels
+from flexcp.planners.blocks.deep_trees import tree_reads
 
 Ints = NDArray[np.int64]
 THIN = 12
@@ -180,10 +180,7 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
     row_price = price * sum(m.layers for m in batch.masks)
     loads = compiled_level.loads_before(batch.lengths, first, grain, row_price, layers, slice_first, slices)
     shift = max(0, int(loads[first[1:] - 1].sum()).bit_length() - 40)
-    tree = TreeReads(
-        np.ascontiguousarray(reads), read.first, read.nesting.around, _tree_levels(read, reads, batch.lengths)
-    )
-    tree = with_fewer_levels(tree, batch.lengths)
+    tree = tree_reads(read, np.ascontiguousarray(reads), _tree_levels(read, reads, batch.lengths), batch.lengths)
     return RowLoads(
         batch,
         grain,

@@ -32,6 +32,11 @@ def deals_by_load(text: str) -> bool:
     return text.endswith(BY_LOAD)
 
 
+def method_of(name: str) -> str:
+    """Return a strategy's name without its degree and its dealing: ``zigzag:4@load`` becomes ``zigzag``."""
+    return name.partition("@")[0].partition(":")[0]
+
+
 def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
     """Return the documents of each of ``groups`` groups, dealt by tokens or by load as the request's argument says.
 
