@@ -24,7 +24,7 @@ def share(loss: float, wrong_bytes: int = 0) -> trees.Found:
 
 
 def test_shares_add_up_and_the_worst_error_counts() -> None:
-    found = trees.joined([share(1e-16), share(3e-12)])
+    found = trees.joined([share(3e-12), share(1e-16)])
     assert (found.batches, found.tokens, found.sequences, found.wrong_bytes) == (4, 2000, 14, 0)
     assert found.worst == {"loss": 3e-12, "log_probs": 2e-16} and not found.failed
     page = trees.page(found)

@@ -43,6 +43,10 @@ def test_rows_seem_to_read_at_least_what_they_do(mask: Mask, monkeypatch: pytest
     assert exact.nested[1] > 2 * DEEP >= coarse.nested[1] > 0
     assert np.array_equal(exact.slices[:3], coarse.slices[:3]) and exact.first[1] == coarse.first[1] == 3
     assert len(coarse.slices) == coarse.first[-1] < len(exact.slices)
+    walks = [0]  # how many slices are around each, and itself
+    for around in coarse.around[3:].tolist():
+        walks.append(1 + walks[1 + around])
+    assert coarse.nested[1] == max(walks), "as many spans are written as this says"
     tokens, draw = int(sum(mask.params[1])), np.random.default_rng(7)
     spans = np.zeros((most_spans(exact) + 1, 2), np.int64)
     sums = np.zeros(2, np.int64)
@@ -53,6 +57,18 @@ def test_rows_seem_to_read_at_least_what_they_do(mask: Mask, monkeypatch: pytest
         assert each[0] <= each[1] <= lo
         sums += each
     assert sums[1] <= 2.2 * sums[0]
+
+
+def test_a_slice_after_one_that_ends_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second level is left out: the last kept slice before ``s`` is a leaf whose rows do not see it."""
+    parents, lengths = (list(column) for column in comb(301).params[:2])
+    p, a, s = 600, 602, 605  # the last segment of the path, and two of its children
+    parents += [p, a, a, p, s, s]
+    lengths += [1, 1, 1, 2000, 5, 5]
+    exact, coarse = (reads_of([flexcp.tree(parents, lengths)], monkeypatch, deep) for deep in (1 << 40, DEEP))
+    rows, spans = np.array([[sum(lengths) - 10, sum(lengths)]]), np.zeros((most_spans(exact) + 1, 2), np.int64)
+    read, seems = (fetched(rows, 1, rows, 1, reads, 0, spans) for reads in (exact, coarse))
+    assert 3 * 301 + 2000 == read <= seems
 
 
 def test_trees_of_few_levels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
