@@ -27,17 +27,21 @@ def test_sums_are_those_of_the_table(count: int) -> None:
     stop, h1 = start + draw.integers(1, 50, count), h0 + draw.integers(1, 5, count)
 
     columns = (stage, source, target, kind, owner, start, stop, h0, h1, partial)
-    pack, take_in, launches = sum_copies(*columns, KINDS, np.array([RANKS, STAGES]))
+    pack, take_in, launches, complete = sum_copies(*columns, KINDS, np.array([RANKS, STAGES]))
 
     tokens, is_result, own = (stop - start) * (h1 - h0), KINDS[kind, 3] == 1, source == target
     wire = tokens * KINDS[kind, partial]
     lies = np.where(is_result, tokens * KINDS[kind, 2], wire)
-    # An input is read from its message and written; a result is read from its message, and its sum is read and written.
-    taken = np.where(own, lies, wire) + np.where(is_result, 2, 1) * lies
+    # A result that arrives complete at its owner is laid. Inputs and laid results are read from their message and
+    # written; of another result, the sum is read and written as well.
+    laid = is_result & (partial == 0) & (owner == target)
+    copied = laid | ~is_result
+    taken = np.where(own, lies, wire) + np.where(copied, wire, 2 * lies)
     for rank in range(RANKS):
+        assert complete[rank] == (lies + wire)[laid & (target == rank)].sum()
         for s in range(STAGES):
             sent, came = (source == rank) & (stage == s), (target == rank) & (stage == s)
             assert pack[rank, s] == (lies + wire)[sent & ~own].sum()
             assert take_in[rank, s] == taken[came].sum()
             messages = came & ~own
-            assert launches[rank, s] == (messages & ~is_result).any() + len(np.unique(source[messages & is_result]))
+            assert launches[rank, s] == (messages & copied).any() + len(np.unique(source[messages & ~copied]))

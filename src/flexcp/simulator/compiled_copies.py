@@ -1,5 +1,6 @@
 """Loops of copies: the bytes that ranks read and write to pack and unpack messages, transfer by transfer (compiled).
 
+A result that arrives complete at the owner of its tokens is *laid*: copied as it came, with the inputs of the stage.
 Row k of the table ``kinds`` describes kind k: the bytes of one token and head when it travels whole (WIRE), when it
 travels as a partial result (WIRE_IN_PART) and in the accumulator's dtype (SHELF), and whether it is a RESULT.
 """
@@ -29,31 +30,39 @@ def sum_copies(
     partial: Ints,
     kinds: Ints,
     sizes: Ints,
-) -> tuple[Ints, Ints, Ints]:
+) -> tuple[Ints, Ints, Ints, Ints]:
     """Return three tables ``[rank, stage]``: bytes copied to pack, bytes copied to unpack, launches to unpack.
+
+    The fourth result is, for each rank, the bytes of the results that it lays, as they came and as they would be in the
+    accumulator's dtype together: what it need not read and write when it rounds its results.
 
     The columns ``stage`` to ``partial`` are those of the transfers, sorted by stage, then source. Row k of ``kinds``
     describes kind k of piece (see the module's docstring); ``sizes`` holds the numbers of ranks and stages. One launch
-    of a kernel unpacks all inputs of a stage; the results of each message need a launch of their own.
+    of a kernel unpacks all inputs and laid results of a stage; the other results of each message need a launch of
+    their own.
     """
     shape = (sizes[0], sizes[1])
     pack, take_in, launches = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    laid, merged = np.zeros(shape, np.uint8), np.full(shape, -1, np.int64)  # any inputs yet; last sender of results
+    copies, merged = np.zeros(shape, np.uint8), np.full(shape, -1, np.int64)  # any copied yet; last sender of others
+    complete = np.zeros(sizes[0], np.int64)
     for i in range(len(stage)):
         s, a, b, k = stage[i], source[i], target[i], kind[i]
         tokens = (stop[i] - start[i]) * (h1[i] - h0[i])
         wire, result = tokens * kinds[k, WIRE + partial[i]], kinds[k, RESULT]
         shelf = tokens * kinds[k, SHELF] if result else wire
-        take_in[b, s] += shelf * (1 + result)
+        copied = result == 0 or (partial[i] == 0 and owner[i] == b)
+        if result == 1 and copied:
+            complete[b] += shelf + wire
+        take_in[b, s] += wire if copied else 2 * shelf
         if a == b:
             take_in[b, s] += shelf
             continue
         take_in[b, s] += wire
         pack[a, s] += shelf + wire
-        if result == 0 and laid[b, s] == 0:
-            laid[b, s] = 1
+        if copied and copies[b, s] == 0:
+            copies[b, s] = 1
             launches[b, s] += 1
-        if result == 1 and merged[b, s] != a:
+        if not copied and merged[b, s] != a:
             merged[b, s] = a
             launches[b, s] += 1
-    return pack, take_in, launches
+    return pack, take_in, launches, complete

@@ -1,31 +1,32 @@
 """Copies: how long each rank copies memory before and after its kernels, stage by stage.
 
 Before a rank posts a stage, it *packs* what it sends into messages. When the stage has arrived, it *takes in* what it
-received: it copies inputs to their shelves (the buffers that kernels read), adds results that others computed to the
-rows they belong to, and clears the memory for its own results on the new shelves. During this time the rank computes
-nothing, and what it packs leaves only afterwards. So every piece is read and written at both ends. Before the first
-slot the rank clears the memory for the results of its own tokens, and after the last slot it rounds them. The time is
-bytes divided by the speed of memory:
+received: it copies inputs to their shelves (the buffers that kernels read), lays results that arrive complete
+(:mod:`flexcp.executor.run.laid_rows`), adds other results to the rows they belong to, and clears the memory for its own
+results on the new shelves. During this time the rank computes nothing, and what it packs leaves only afterwards. So
+every piece is read and written at both ends. Before the first slot the rank clears the memory for the results of its
+own tokens, and after the last slot it rounds those that were not laid. The time is bytes divided by the speed of
+memory:
 
     what                        bytes
     ==========================  =================================================================
     pack an input               read from the shelf and written as it travels: twice the piece
     pack a result               read in the accumulator's dtype, written as it travels
     take in an input            twice the piece
-    take in a result            read as it came; read and written in the accumulator's dtype
+    lay a result                twice the piece
+    add a result                read as it came; read and written in the accumulator's dtype
     a rank's own piece          taken in from its own shelf, if the plan copies it to another one
     results of a new shelf      written once, in the accumulator's dtype
-    a rank's own results        written once like this in the first slot; in the last slot read like this and written
-                                in the model's dtype
+    a rank's own results        written once like this in the first slot, unless all of them are laid; those not
+                                laid are read like this in the last slot and written in the model's dtype
     ==========================  =================================================================
 
-Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs, and one takes in the
-results of each message, because results must be added in a fixed order. A program of one stage is only an attention
-kernel. What attention itself reads and writes is part of attention's time.
+Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs and lays its results,
+and one adds the results of each message, because results must be added in a fixed order. A program of one stage is only
+an attention kernel. What attention itself reads and writes is part of attention's time.
 
-This is more than the executor copies in two cases. A result that arrives complete is laid as it is and not added
-(:mod:`flexcp.executor.run.laid_rows`). In a forward whose results are all computed here or arrive complete, fast
-kernels write own results once, so that nothing is cleared or rounded.
+This is more than the executor copies in one case: in a forward whose results are all computed here or arrive complete,
+fast kernels write own results once, so that nothing is cleared or rounded.
 """
 
 from __future__ import annotations
@@ -82,13 +83,15 @@ def find_copies(
         return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
     kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), IS_OUTPUT])
     columns = (getattr(t, name) for name in t.names())
-    pack, take_in, launches = sum_copies(*columns, kinds, np.array([ranks, stages]))
+    pack, take_in, launches, laid = sum_copies(*columns, kinds, np.array([ranks, stages]))
     inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
     take_in += _cleared(inputs, ranks, stages, backward, shape)
     if stages > 1:
         final, precise = own_bytes(shape, backward)
-        take_in[:, 0] += plan.placement.tokens * precise
-        take_in[:, -1] += plan.placement.tokens * (precise + final)
+        tokens = plan.placement.tokens
+        rounded = np.maximum(tokens * (precise + final) - laid, 0)
+        take_in[:, 0] += np.where(rounded > 0, tokens * precise, 0)
+        take_in[:, -1] += rounded
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
 
 

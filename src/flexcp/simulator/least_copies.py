@@ -1,10 +1,9 @@
 """Least copies: the least time that packing and merging take, from the bytes of a prediction and without a plan.
 
-The costs are those of :mod:`flexcp.simulator.copies`, but no stages are known yet. An input is read and written at both
-ends. A result is read and written at its sender, and read and added at its receiver, as if all results travelled in the
-accumulator's dtype. A rank's own results are cleared, read and rounded. The starts of kernels are left out. Ranks do
-nothing else while they copy, so a predicted time plus this time is closer to the event simulator than the prediction
-alone.
+The costs are those of :mod:`flexcp.simulator.copies`, but no stages are known yet. Inputs and results are read and
+written at both ends, as if all results arrived complete and were laid. A rank's own results are cleared, and those that
+were not laid are read and rounded. The starts of kernels are left out. Ranks do nothing else while they copy, so a
+predicted time plus this time is closer to the event simulator than the prediction alone.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> In
         inputs = join_flows([moves.inputs, moves.relays, moves.kv_hops])
         results = join_flows([moves.dkv_hops, moves.relayed, moves.gradients, moves.outputs])
         (out, into), (back, home) = (_bytes(flows, found) for flows in (inputs, results))
-        size = 2 * (out + into + back) + 3 * home
+        size = 2 * (out + into + back + home)
         if size.any():  # otherwise the pass is a single kernel without copies
             final, precise = own_bytes(shape, backward=number % 2 == 1)
-            size += placement.tokens * (2 * precise + final)
+            laid = home * (precise + final) // final
+            size += placement.tokens * precise + np.maximum(placement.tokens * (precise + final) - laid, 0)
         copied += times * size
     return copied * 1000 // copy_mbps(found.cluster)
 
