@@ -21,7 +21,7 @@ from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Request
 from flexcp.schedule import analysis, stages
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
-from flexcp.schedule.inside_first import node_work
+from flexcp.schedule.inside_first import cuts_across, node_work
 from flexcp.schedule.stages import PARTS
 from flexcp.schedule.transfers import make_plan
 from flexcp.schedule.work import count_pairs, cut_regions
@@ -111,3 +111,15 @@ def test_other_ways_that_might_be_faster_are_left_for_events(monkeypatch: pytest
     assert tried is not None and tried[0].forward is found[0].forward
     other = tried[0].backward.stages
     assert not other.inside_first and other.contended_ns == min(way.contended_ns for way in chosen.others)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_smallest_part_that_crosses_nodes_comes_first_or_last(backward: bool) -> None:
+    """The first part of the forward has the work inside nodes beside it; gradients of the last part have little."""
+    ways = cuts_across(backward)
+    assert ways[0] == (0, PARTS) and len(set(ways)) == len(ways)
+    for way in ways:
+        sizes = np.diff(way)
+        assert way[0] == 0 and way[-1] == PARTS and sizes.min() > 0
+        assert np.all(np.diff(sizes) <= 1 if backward else np.diff(sizes) >= -1)  # rounded by at most one part
+    assert (0, 400, 800, 1200) in ways and ((0, 800, 1200) if backward else (0, 400, 1200)) in ways

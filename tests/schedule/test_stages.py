@@ -284,7 +284,7 @@ def chosen_for(
     ranks, wishes = len(work.own), SimpleNamespace(divisions=divisions)
     placement: Any = SimpleNamespace(ranks=ranks, assemble_own=assemble_own, wishes=wishes)
     needs: Any = SimpleNamespace(keys=SimpleNamespace(first=SimpleNamespace(rank=np.array(readers))))
-    alone = Peers(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    alone = Peers(*np.zeros((3, 0), np.int64), np.zeros(2 * ranks + 1, np.int64))
     return choose_stages(placement, needs, work, times, alone, replace(cluster("h100", 1, ranks), latency_ns=0))
 
 
@@ -317,9 +317,11 @@ def test_peers_are_the_pairs_of_ranks_between_which_anything_moves() -> None:
 
     none = flows()
     moves = Moves(flows((0, 1, 8), (2, 0, 8)), none, none, none, flows((1, 1, 8)), flows((1, 0, 8)), flows((0, 1, 9)))
-    found = find_peers(moves)
-    assert list(zip(found.source.tolist(), found.target.tolist(), strict=True)) == [(0, 1), (1, 0), (2, 0)]
-    assert len(find_peers(Moves(*[none] * 7)).source) == 0
+    found = find_peers(moves, cluster("h100", 2, 2))
+    pairs = list(zip(*(column.tolist() for column in found[:3]), strict=True))
+    assert pairs == [(1, 0, 0), (2, 0, 1), (0, 1, 0)]
+    assert found.senders.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert len(find_peers(Moves(*[none] * 7), cluster("h100", 2, 2)).source) == 0
 
 
 @pytest.mark.parametrize(
@@ -339,21 +341,26 @@ def test_pieces_are_cut_at_the_nearest_tile(tokens: int, parts: list[tuple[int, 
     assert list(zip(found.start.tolist(), found.stop.tolist(), stage.tolist(), strict=True)) == parts
 
 
-def test_inside_first_has_the_nodes_own_keys_in_its_first_stage_and_the_others_evenly_after() -> None:
+@pytest.mark.parametrize(
+    ("across", "amounts"),
+    [
+        ((0, 600, 1200), [(1, 1, 2048), (2, 2, 2048), (3, 3, 2048)]),
+        ((0, 900, 1200), [(1, 1, 2048), (2, 2, 2048), (3, 2, 1024), (3, 3, 1024)]),
+    ],
+)
+def test_inside_first_has_the_nodes_own_keys_in_its_first_stage_and_the_others_by_their_borders(
+    across: tuple[int, ...], amounts: list[tuple[int, int, int]]
+) -> None:
     rows = [(0, owner, 0, 1024, 0, 2, 0) for owner in (1, 2, 3)]
     borders = equal_borders(np.full(4, 3))
-    found, stage, piece = cut_into_stages(Pieces(*np.array(rows).T), borders, cluster("h100", 2, 2), inside_first=True)
-    assert sorted(zip(found.owner.tolist(), stage.tolist(), found.amount.tolist(), strict=True)) == [
-        (1, 1, 2048),
-        (2, 2, 2048),
-        (3, 3, 2048),
-    ]
+    found, stage, piece = cut_into_stages(Pieces(*np.array(rows).T), borders, cluster("h100", 2, 2), across)
+    assert sorted(zip(found.owner.tolist(), stage.tolist(), found.amount.tolist(), strict=True)) == amounts
     assert found.owner.tolist() == [rows[number][1] for number in piece]
 
 
 def way(contended_ns: int, inside_first: bool = False, others: tuple[Stages, ...] = ()) -> Stages:
     one = np.ones(2, np.int64)
-    return Stages(one, 0 * one, one, one[:, None], False, inside_first, contended_ns, others)
+    return Stages(one, 0 * one, one, one[:, None], False, (0, 1200) * inside_first, contended_ns, others)
 
 
 def test_inside_first_is_taken_where_it_is_faster_than_its_prediction_flatters_it() -> None:
@@ -364,6 +371,8 @@ def test_inside_first_is_taken_where_it_is_faster_than_its_prediction_flatters_i
     assert not taken.others[0].others
     left = faster_way(plain, way(stages.FLATTERED_PERMILLE + 1, True))
     assert not left.inside_first and [other.inside_first for other in left.others] == [True, False]
+    next_best = faster_way(plain, way(1_000, True, others=(way(1_001, True),)))
+    assert [other.contended_ns for other in next_best.others] == [1_001, 1_000, 9_000]
 
 
 def test_the_fastest_other_way_is_simulated_if_it_is_close() -> None:
@@ -371,3 +380,5 @@ def test_the_fastest_other_way_is_simulated_if_it_is_close() -> None:
     for other, worth in ((stages.UNSURE_PERMILLE, True), (stages.UNSURE_PERMILLE + 1, False)):
         found = worth_simulating(way(1_000, others=(way(9_000), way(other))))
         assert (found is not None and found.contended_ns == other) == worth
+    same = worth_simulating(way(1_000, others=(way(1_000), way(1_001))))
+    assert same is not None and same.contended_ns == 1_001

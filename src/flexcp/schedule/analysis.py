@@ -122,11 +122,13 @@ def _staged(
     may_be_thin = most_ahead > 1 and other_ways
     other_ways = other_ways and not keys_kept and not placement.assemble_own
     of_nodes = node_work(needs, placement, *counted, cluster, cost) if other_ways else None
-    rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
+    rest_of_layer = np.zeros_like(placement.tokens)
+    if cost.pairs_per_token(shape) > 1:  # otherwise layers are attention alone, which all ranks begin together
+        rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
     passes: list[PassAnalysis] = []
     for backward in (False, True):
         kept = passes[0].stages if keys_kept and backward else None
-        times, peers = exchange_times(moves[backward], cluster, cost), find_peers(moves[backward])
+        times, peers = exchange_times(moves[backward], cluster, cost), find_peers(moves[backward], cluster)
         stages = choose_stages(placement, needs, work[backward], times, peers, cluster, kept)
         if cluster.nodes > 1 and not keys_kept and not placement.assemble_own:
             known = (cluster, cost, backward, rest_of_layer * (1 + backward))

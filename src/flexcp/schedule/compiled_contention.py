@@ -1,15 +1,18 @@
 """Loops of stages under contention: how long slots of work and transfers take over all ranks together (compiled).
 
 Every slot uses the margin with which its slowest rank finishes first, as the plan will
-(:mod:`flexcp.schedule.execution`). The transfers beside a slot start when all their senders have begun the slot.
+(:mod:`flexcp.schedule.execution`). The transfers beside a slot start when all their senders have begun the slot. The
+senders are all ranks that send to a rank at all, of its own node or of other nodes or both, by what travels there.
 
 Arguments that several functions share, as arrays over ranks and in nanoseconds unless said otherwise:
 
 - ``own``: work on a rank's own rows and keys; ``rest``: work on keys that arrive; ``at_keys``: work on own keys for
   which only queries arrive.
 - ``there``, ``back``, ``home``: how long inputs, gradients of keys and results for moved queries travel.
-- ``start``: when a rank begins. ``source`` and ``target``: pairs of ranks of which the first sends to the second.
-- ``rows[across, margin]``: the costs of contention, SLOW, ALONE and LINK, per mille.
+- ``start``: when a rank begins. ``source[i]``: the ranks that send to others; those of its own node that send to rank r
+  are from ``senders[2 * r]`` on, and those of other nodes from ``senders[2 * r + 1]`` to ``senders[2 * r + 2]``.
+- ``rows[across, margin]``: the costs of contention, SLOW, ALONE and LINK, per mille; ``across`` is 1 beside transfers
+  that only cross nodes.
 - ``held``: per mille of own work that is held back until after the stages. ``way``: one of the three ways of choosing
   it (:func:`held_back`).
 """
@@ -21,35 +24,58 @@ import numpy as np
 from flexcp.arrays.jit import compiled, compiled_inline, compiled_leaf
 
 SLOW, ALONE, LINK = range(3)
+CLOSE_PERMILLE = 1020
+"""Ways to cut are compared over two layers if they take at most this, per mille of the fastest in one layer."""
+INSIDE, ACROSS, BOTH = range(3)
+"""Which transfers of a rank are beside a slot: some of its own node only, some that cross nodes only, or both kinds."""
 
 
 @compiled
-def together_ns(work, beside, start, across, rows, source, target):
-    """Return when the last rank is done, in nanoseconds.
+def together_ns(work, beside, start, levels, rows, source, senders, layers):
+    """Return how long a layer takes in one direction, in nanoseconds.
 
-    ``work`` and ``beside`` (the transfers beside it) are ``[slot, rank]`` in nanoseconds. ``across[slot, rank]`` is 1
-    if all transfers of a rank beside that slot cross nodes. ``start`` is when each rank begins, ``rows`` are the costs
-    of contention, and ``source[i]`` sends to ``target[i]``.
+    ``work`` and ``beside`` (the transfers beside it) are ``[slot, rank]`` in nanoseconds. ``levels[slot, rank]`` says
+    which transfers these are (``INSIDE``, ``ACROSS`` or ``BOTH``). ``start`` is how long each rank computes in the
+    layer before its attention begins. The other arguments are explained in the module's docstring.
+
+    With two ``layers``, it is the time from the last rank's end of the first to the last rank's end of the second,
+    because a rank that is done with a layer begins the next one. With one, all ranks begin it together, and it is the
+    time until the last rank is done. This is faster to compute, and right if there is nothing but attention.
+    """
+    begin, before = start.copy(), np.zeros(work.shape[1], np.int64)
+    run_slots(begin, before, work, beside, levels, rows, source, senders)
+    done = begin.max()
+    if layers == 1 or start.max() == 0:
+        return done
+    begin += start
+    run_slots(begin, before, work, beside, levels, rows, source, senders)
+    return begin.max() - done
+
+
+@compiled
+def run_slots(begin, before, work, beside, levels, rows, source, senders):
+    """Run all slots: ``begin`` is when each rank begins its attention, and becomes when it is done, in nanoseconds.
+
+    ``before`` is memory for one number per rank. The other arguments are those of :func:`together_ns`.
     """
     slots, ranks = work.shape
-    begin, ready = start.copy(), np.zeros(ranks, np.int64)
     for slot in range(slots):
-        margin = best_margin(work[slot], beside[slot], across[slot], rows)
-        ready[:] = begin
-        for i in range(len(source)):
-            ready[target[i]] = max(ready[target[i]], begin[source[i]])
+        margin = best_margin(work[slot], beside[slot], levels[slot], rows)
+        before[:] = begin
         for r in range(ranks):
-            row = rows[across[slot, r], margin]
-            moved, computed = beside[slot, r], work[slot, r]
+            level, moved, computed = levels[slot, r], beside[slot, r], work[slot, r]
+            row = rows[level % BOTH, margin]
             begin[r] += overlapped(computed, moved, row)
             if moved > 0:
+                ready = before[r]
+                for i in range(senders[2 * r + (level == ACROSS)], senders[2 * r + 1 + (level != INSIDE)]):
+                    ready = max(ready, before[source[i]])
                 alone = moved if computed == 0 else moved * 1000 // row[LINK]
-                begin[r] = max(begin[r], ready[r] + alone)
-    return begin.max()
+                begin[r] = max(begin[r], ready + alone)
 
 
 @compiled
-def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, across, rows, source, target):
+def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, levels, rows, source, senders):
     """Return the best stages with thin ends: (when the last rank is done, ``borders[rank, border]``, ``held``).
 
     ``reads`` says which ranks read keys of others. ``limits`` are the number of parts of all inputs, the parts of the
@@ -59,7 +85,7 @@ def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start
     ranks = len(own)
     first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     held, borders = np.zeros(ranks, np.int64), np.zeros((ranks, limits[3] + 1), np.int64)
-    best, best_held, best_borders = -1, held, borders
+    best, best_way, best_borders = -1, 0, borders
     for share in shares:
         for same in range(2):
             thin_ends(first, last, rest, at_keys, there, back, limits, share)
@@ -68,68 +94,78 @@ def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start
             write_borders(borders, first, last, reads, limits)
             for way in range(3):
                 work, beside = lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limits, way)
-                ns = together_ns(work, beside, start, across, rows, source, target)
+                ns = together_ns(work, beside, start, levels, rows, source, senders, 1)
                 if best < 0 or ns < best:
-                    best, best_held, best_borders = ns, held.copy(), borders.copy()
-    return best, best_borders, best_held
+                    best, best_way, best_borders = ns, way, borders.copy()
+    work, beside = lay_slots(held, best_borders, own, rest, at_keys, there, back, home, reads, limits, best_way)
+    best = together_ns(work, beside, start, levels, rows, source, senders, 2)
+    return best, best_borders, held
 
 
 @compiled
-def inside_then_across(own, rest, near, again, at_keys, there, back, home, limits, start, rows, source, target):
-    """Return the best number of stages for keys that cross nodes, after one stage with everything from the same node.
+def inside_then_across(own, rest, near, again, at_keys, there, back, home, borders, start, rows, source, senders):
+    """Return (how long a layer takes, ``held``) for each way to cut keys that cross nodes into stages.
 
-    The result is (when the last rank is done, that number, ``held``). ``near`` is the share of ``rest`` that is on keys
-    of the rank's own node, and ``again`` is the work of one more pass over rows that read keys from other nodes.
-    ``there`` and ``back`` are ``[across, rank]``. ``limits`` are the number of parts that ``near`` is counted in and
-    the largest number of stages to try. The other arguments are explained in the module's docstring.
+    Before these, one stage brings everything from the same node. ``near`` is the share of ``rest`` that is on keys of
+    the rank's own node, and ``again`` is the work of one more pass over rows that read keys from other nodes. ``there``
+    and ``back`` are ``[across, rank]``. Each row of ``borders`` is a way to cut, from 0 to as many parts as ``near`` is
+    counted in, which rows with fewer stages repeat. ``held`` is ``[row, rank]``. Times are -1 for rows that are clearly
+    slower than others. The other arguments are explained in the module's docstring.
     """
-    whole, most = limits
-    held = np.zeros(len(own), np.int64)
-    best, best_count, best_held = -1, 0, held
-    for count in range(1, most + 1):
+    count = len(borders)
+    first, found, best_way = np.full(count, -1, np.int64), np.full(count, -1, np.int64), np.zeros(count, np.int64)
+    held = np.zeros((count, len(own)), np.int64)
+    for row in range(count):
         for way in range(3):
-            work, beside, across = lay_levels(
-                held, own, rest, near, again, at_keys, there, back, home, count, whole, way
+            work, beside, levels = lay_levels(
+                held[row], own, rest, near, again, at_keys, there, back, home, borders[row], way
             )
-            ns = together_ns(work, beside, start, across, rows, source, target)
-            if best < 0 or ns < best:
-                best, best_count, best_held = ns, count, held.copy()
-    return best, best_count, best_held
+            ns = together_ns(work, beside, start, levels, rows, source, senders, 1)
+            if first[row] < 0 or ns < first[row]:
+                first[row], best_way[row] = ns, way
+    for row in range(count):
+        work, beside, levels = lay_levels(
+            held[row], own, rest, near, again, at_keys, there, back, home, borders[row], best_way[row]
+        )
+        if first[row] <= first.min() * CLOSE_PERMILLE // 1000:
+            found[row] = together_ns(work, beside, start, levels, rows, source, senders, 2)
+    return found, held
 
 
 @compiled_inline
-def lay_levels(held, own, rest, near, again, at_keys, there, back, home, count, whole, way):
-    """Return (work, transfers beside it, whether these only cross nodes), all ``[slot, rank]``; write ``held``.
+def lay_levels(held, own, rest, near, again, at_keys, there, back, home, borders, way):
+    """Return (work, transfers beside it, which transfers these are), all ``[slot, rank]``; write ``held``.
 
-    The slots are those of :mod:`flexcp.schedule.inside_first` with ``count`` stages that cross nodes; ``whole`` is the
-    number of parts that ``near`` is counted in. ``near`` and ``again`` are as in :func:`inside_then_across`, the other
-    arguments are explained in the module's docstring.
+    The slots are those of :mod:`flexcp.schedule.inside_first`. ``borders`` are those of the stages that cross nodes;
+    ``near`` and ``again`` are as in :func:`inside_then_across`, the other arguments are explained in the module's
+    docstring.
     """
+    whole = borders[-1]
+    count = np.searchsorted(borders, whole)
     slots = count + 3
     work, beside = np.zeros((slots, len(own)), np.int64), np.zeros((slots, len(own)), np.int64)
-    across = np.ones((slots, len(own)), np.int64)
+    levels = np.full((slots, len(own)), ACROSS, np.int64)
     for r in range(len(own)):
         inside = rest[r] * near[r] // whole
-        crosses = near[r] < whole
-        end = slots - 1 if crosses else 2
+        reads_across = near[r] < whole
+        end = slots - 1 if reads_across else 2
         last = back[0, r] + home[r]
         held[r] = held_back(own[r], there[0, r], last, way)
         after = own[r] * held[r] // 1000
         work[0, r], work[1, r], beside[0, r] = own[r] - after, at_keys[r] + inside, there[0, r]
-        across[0, r] = 0
-        if crosses:
+        levels[0, r] = INSIDE
+        if reads_across:
             for s in range(count):
-                work[s + 2, r] = (rest[r] - inside) // count + again[r]
-                beside[s + 1, r] = -(-there[1, r] // count)
-            # The gradients of a stage's keys leave one slot after the work on these keys; those of the last stage leave
-            # together with the results.
-            for s in range(3, slots):
-                beside[s, r] = max(beside[s, r], -(-back[1, r] // count))
+                part = borders[s + 1] - borders[s]
+                work[s + 2, r] = (rest[r] - inside) * part // whole + again[r]
+                beside[s + 1, r] = max(beside[s + 1, r], there[1, r] * part // whole)
+                # Gradients leave one slot after the work on their keys; those of the last stage leave with the results.
+                beside[s + 3, r] = back[1, r] * part // whole
         work[end, r] += after
         if last > 0:
             beside[end, r] = max(beside[end, r], last)
-            across[end, r] = 0
-    return work, beside, across
+            levels[end, r] = BOTH if reads_across else INSIDE
+    return work, beside, levels
 
 
 @compiled_inline
@@ -232,17 +268,17 @@ def overlapped(work, beside, row):
 
 
 @compiled_leaf
-def best_margin(work, beside, across, rows):
+def best_margin(work, beside, levels, rows):
     """Return the index of the margin with which the slowest rank finishes one slot first.
 
-    Of equal ones, it is the one with the least sum over all ranks. ``work``, ``beside`` and ``across`` are arrays over
+    Of equal ones, it is the one with the least sum over all ranks. ``work``, ``beside`` and ``levels`` are arrays over
     ranks, ``rows`` is ``[across, margin]``.
     """
     best, least, least_sum = 0, -1, 0
     for margin in range(rows.shape[1]):
         most, total = 0, 0
         for r in range(len(work)):
-            ns = overlapped(work[r], beside[r], rows[across[r], margin])
+            ns = overlapped(work[r], beside[r], rows[levels[r] % BOTH, margin])
             most = max(most, ns)
             total += ns
         if least < 0 or most < least or (most == least and total < least_sum):

@@ -13,13 +13,16 @@ down all work. If they are kept apart, it slows down only the work of the first 
     slot n + 1    work on the last part    | gradients of the part before it
     slot n + 2    own work, second share   | gradients of the last part and of the node, results of moved queries
 
-The number of parts and the share of own work that is held back are chosen for the least time under contention over all
-ranks together. If nothing crosses nodes, there is a single stage. Passes in which everything crosses nodes, keys are
-relayed or queries cross nodes are not cut in this way.
+The first slot after the exchange inside nodes has to hide the first part, and gradients of the last part have little
+work beside them. So parts need not be equal: in the forward the first one may be the smallest, in the backward the last
+one. The number of parts, their sizes and the share of own work that is held back are chosen for the least time under
+contention over all ranks together. If nothing crosses nodes, there is a single stage. Passes in which everything
+crosses nodes, keys are relayed or queries cross nodes are not cut in this way.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +40,12 @@ from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, homes_of
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
+MOST_ACROSS = MOST_STAGES - 1
+"""The largest number of parts into which keys that cross nodes are cut."""
+RATIOS = (1, 2, 4)
+"""How many times as large as the next smaller part a part may be."""
+NEXT_BEST = 1
+"""How many other ways to cut are kept besides the best."""
 
 
 class NodeWork(NamedTuple):
@@ -90,23 +99,42 @@ def inside_first(
     """Return the fastest stages of which the first brings everything from the same node.
 
     ``work`` is in nanoseconds. ``rest_of_layer`` is how many nanoseconds each rank computes before its attention
-    begins. ``contended_ns`` of the result is its time under contention. Its ``ns`` has no meaning;
-    :func:`flexcp.schedule.stages.faster_way` sets it.
+    begins. ``contended_ns`` of the result is its time under contention, and its ``others`` are the next best ways to
+    cut keys that cross nodes. Its ``ns`` has no meaning; :func:`flexcp.schedule.stages.faster_way` sets it.
     """
     from flexcp.schedule.compiled_contention import inside_then_across
 
     near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)
     there, back = (_by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
     rest, home = work.rest - work.at_keys, exchange_ns(moves.outputs, cluster, cost)
-    limits = np.array([PARTS, MOST_STAGES - 1], np.int64)
-    known = (rest_of_layer, contention_table(cost, backward), *peers)
-    found = inside_then_across(work.own, rest, near, again, work.at_keys, there, back, home, limits, *known)
-    count = int(found[1])
-    parts = np.maximum(np.arange(count + 2) - 1, 0)
-    borders = near[:, None] + (PARTS - near)[:, None] * parts // count
-    borders[:, 0] = 0
-    number = np.where(near < PARTS, count + 1, 1)
-    return Stages(number, found[2], found[2], borders, inside_first=True, contended_ns=int(found[0]))
+    ways = cuts_across(backward) if (near < PARTS).any() else [(0, PARTS)]
+    table = np.array([(*way, *(PARTS,) * (MOST_ACROSS + 1 - len(way))) for way in ways], np.int64)
+    known = (rest_of_layer, contention_table(cost, backward), peers.source, peers.senders)
+    times, held = inside_then_across(work.own, rest, near, again, work.at_keys, there, back, home, table, *known)
+    found = [_stages(near, ways[row], held[row], int(times[row])) for row in np.flatnonzero(times >= 0)]
+    best, *others = sorted(found, key=lambda stages: stages.contended_ns)  # stable: of equal ones the first
+    return best._replace(others=tuple(others[:NEXT_BEST]))
+
+
+def _stages(near: Ints, way: tuple[int, ...], held: Ints, contended_ns: int) -> Stages:
+    """Return the stages of one way to cut the keys that cross nodes; ``near`` is that of :class:`NodeWork`."""
+    borders = np.zeros((len(near), len(way) + 1), np.int64)
+    borders[:, 1:] = near[:, None] + (PARTS - near)[:, None] * np.array(way) // PARTS
+    number = np.where(near < PARTS, len(way), 1)
+    return Stages(number, held, held, borders, across_borders=way, contended_ns=contended_ns)
+
+
+def cuts_across(backward: bool) -> list[tuple[int, ...]]:
+    """Return the ways to cut keys that cross nodes into stages: the borders of each way, in ``PARTS``.
+
+    Each has up to ``MOST_ACROSS`` parts, each ``RATIOS`` times as large as its neighbour: in the forward the first part
+    is the smallest, in the backward the last.
+    """
+    found: list[tuple[int, ...]] = [(0, PARTS)]
+    for count, ratio in product(range(2, MOST_ACROSS + 1), RATIOS):
+        sizes = [ratio ** (count - 1 - i if backward else i) for i in range(count)]
+        found.append(tuple(PARTS * before // sum(sizes) for before in accumulate(sizes, initial=0)))
+    return found
 
 
 def _by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:

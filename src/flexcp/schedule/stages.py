@@ -76,11 +76,11 @@ class Stages(NamedTuple):
 
     A stage is a part of a rank's inputs that travels while the rank works on the part before. Stage s (from 1) is what
     lies between ``borders[rank, s - 1]`` and ``borders[rank, s]``, in parts of ``PARTS``. ``held`` is how much of its
-    own work a rank holds back until after the stages, per mille. ``thin_ends`` and ``inside_first`` say that the stages
-    are cut as in :mod:`flexcp.schedule.thin_ends` or :mod:`flexcp.schedule.inside_first` and not into equal parts.
-    ``ns`` is the time of each rank, and ``contended_ns`` that of the slowest rank under contention (transfers slow down
-    the work beside them), 0 if it was not computed. ``others`` are the ways to cut that were considered and not chosen,
-    each in its best form.
+    own work a rank holds back until after the stages, per mille. ``thin_ends`` says that the stages are cut as in
+    :mod:`flexcp.schedule.thin_ends`. ``across_borders`` are the borders of what crosses nodes, in parts of ``PARTS``,
+    if the stages are cut as in :mod:`flexcp.schedule.inside_first`; otherwise there are none. ``ns`` is the time of
+    each rank, and ``contended_ns`` how long a layer takes under contention (transfers slow down the work beside them),
+    0 if it was not computed. ``others`` are the ways to cut that were considered and not chosen, each in its best form.
     """
 
     number: Ints
@@ -88,9 +88,14 @@ class Stages(NamedTuple):
     ns: Ints
     borders: Ints
     thin_ends: bool = False
-    inside_first: bool = False
+    across_borders: tuple[int, ...] = ()
     contended_ns: int = 0
     others: tuple[Stages, ...] = ()
+
+    @property
+    def inside_first(self) -> bool:
+        """Whether the first stage brings everything from the same node, and the others bring what crosses nodes."""
+        return bool(self.across_borders)
 
 
 def faster_way(stages: Stages, inside_first: Stages) -> Stages:
@@ -98,23 +103,33 @@ def faster_way(stages: Stages, inside_first: Stages) -> Stages:
 
     ``inside_first`` is preferred up to ``FLATTERED_PERMILLE``, and gets the ``ns`` of ``stages``.
     """
-    inside_first = inside_first._replace(ns=stages.ns)
+    ways = [way._replace(ns=stages.ns, others=()) for way in (inside_first, *inside_first.others)]
     if inside_first.contended_ns * 1000 <= stages.contended_ns * FLATTERED_PERMILLE:
-        return inside_first._replace(others=(stages._replace(others=()), *stages.others))
-    return stages._replace(others=(inside_first, *stages.others))
+        return ways[0]._replace(others=(*ways[1:], stages._replace(others=()), *stages.others))
+    return stages._replace(others=(*ways, *stages.others))
 
 
 def worth_simulating(stages: Stages) -> Stages | None:
-    """Return the fastest of ``stages.others`` if the event simulator might find it faster than ``stages``, or None."""
-    other = min(stages.others, key=lambda way: way.contended_ns, default=None)
+    """Return the fastest of ``stages.others`` if the event simulator might find it faster than ``stages``, or None.
+
+    Ways to cut with exactly the predicted time of ``stages`` are left out, because they are most often the same.
+    """
+    others = (way for way in stages.others if way.contended_ns != stages.contended_ns)
+    other = min(others, key=lambda way: way.contended_ns, default=None)
     return other if other and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE else None
 
 
 class Peers(NamedTuple):
-    """Pairs of ranks that exchange messages: ``source`` sends to ``target``."""
+    """Pairs of ranks that exchange messages: ``source`` sends to ``target``.
+
+    ``crosses`` is 1 if they are in different nodes, else 0. Pairs are sorted by target, then by ``crosses``; those of
+    rank r as target begin at ``senders[2 * r]``, and those of them that cross nodes at ``senders[2 * r + 1]``.
+    """
 
     source: Ints
     target: Ints
+    crosses: Ints
+    senders: Ints
 
 
 class ExchangeTimes(NamedTuple):
@@ -170,7 +185,7 @@ def choose_stages(
     if placement.wishes.divisions is not None:
         number[needs.keys.first.rank] = placement.wishes.divisions.stage.max(axis=1)[needs.keys.first.rank]
         parts = _parts(number, work, times, cluster)
-        return Stages(parts.number, parts.held, _together_ns(parts, *peers), equal_borders(number))
+        return Stages(parts.number, parts.held, _together_ns(parts, peers), equal_borders(number))
     best = _alone_ns(_parts(number, work, times, cluster))
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
@@ -263,26 +278,26 @@ def _alone_ns(p: _Parts) -> Ints:
     return np.asarray(sum(slots))
 
 
-def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
-    """Return the nanoseconds of each rank if the transfers beside a slot wait until all senders have begun it.
-
-    Rank ``source[i]`` sends to rank ``target[i]``.
-    """
+def _together_ns(p: _Parts, peers: Peers) -> Ints:
+    """Return the nanoseconds of each rank if the transfers beside a slot wait until all senders have begun it."""
     begin = np.zeros_like(p.number)
     for slot in range(int(p.number.max()) + 2):
         work, beside = _slot(p, slot)
         ready = begin.copy()
-        np.maximum.at(ready, target, begin[source])
+        np.maximum.at(ready, peers.target, begin[peers.source])
         begin = np.maximum(begin + work, np.where(beside > 0, ready + beside, 0))
     return begin
 
 
-def find_peers(moves: Moves) -> Peers:
+def find_peers(moves: Moves, cluster: Cluster) -> Peers:
     """Return which rank sends to which in a pass, each pair once."""
     flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
-    span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
-    pairs = distinct((flows.source * span + flows.target)[flows.source != flows.target], span * span)
-    return Peers(pairs // span, pairs % span)
+    ranks, size = cluster.ranks, cluster.ranks_per_node
+    moved = flows.source != flows.target
+    source, target = flows.source[moved], flows.target[moved]
+    pairs = distinct((2 * target + (source // size != target // size)) * ranks + source, 2 * ranks * ranks)
+    to, source = pairs // ranks, pairs % ranks
+    return Peers(source, to // 2, to % 2, np.searchsorted(to, np.arange(2 * ranks + 1)).astype(np.int64))
 
 
 def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, peers: Peers) -> Stages:
@@ -294,7 +309,7 @@ def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, pe
     tried = []
     for cap in range(int(number.max()), 0, -1):
         parts = _parts(np.minimum(number, cap), work, times, cluster)
-        tried.append(Stages(parts.number, parts.held, _together_ns(parts, *peers), equal_borders(parts.number)))
+        tried.append(Stages(parts.number, parts.held, _together_ns(parts, peers), equal_borders(parts.number)))
     least = min(int(found.ns.max()) for found in tried)
     return next(found for found in tried if int(found.ns.max()) * 1000 <= least * TOGETHER_PERMILLE)
 
@@ -319,12 +334,12 @@ def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster
 
 
 def cut_into_stages(
-    keys: Pieces, borders: Ints, cluster: Cluster, inside_first: bool = False
+    keys: Pieces, borders: Ints, cluster: Cluster, across_borders: tuple[int, ...] = ()
 ) -> tuple[Pieces, Ints, Ints]:
     """Cut key pieces by the borders of each rank's stages; return (parts, the stage of each, the piece of each).
 
-    Stages are numbered from 1, and the piece of a part is its row in ``keys``. With ``inside_first``, the first stage
-    has all pieces from the same node, and the other stages have the rest in equal parts.
+    Stages are numbered from 1, and the piece of a part is its row in ``keys``. With ``across_borders``, the first stage
+    has all pieces from the same node, and the other stages have the rest, cut by these borders.
     """
     if borders.shape[1] == 2:
         return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
@@ -339,7 +354,7 @@ def cut_into_stages(
     total = sums(port, amount, 2 * cluster.ranks)[port]
     before = np.cumsum(amount) - amount
     before -= before[np.searchsorted(port, port)]
-    of_port = _borders_by_level(borders.shape[1] - 1)[port % 2] if inside_first else borders[keys.rank]
+    of_port = _borders_by_level(across_borders)[port % 2] if across_borders else borders[keys.rank]
     cuts = -(-total[:, None] * of_port // PARTS)
     first, last = ((at[:, None] >= cuts[:, 1:-1]).sum(axis=1) for at in (before, before + amount - 1))
     piece, within = spread(last - first + 1)
@@ -350,14 +365,14 @@ def cut_into_stages(
     return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
 
 
-def _borders_by_level(stages: int) -> Ints:
+def _borders_by_level(across_borders: tuple[int, ...]) -> Ints:
     """Return the borders ``[across, border]`` in ``PARTS`` for pieces from the same node (0) and from other nodes (1).
 
-    Pieces from the same node are all in the first stage; pieces that cross nodes are spread over the others.
+    Pieces from the same node are all in the first stage; pieces that cross nodes are in the others.
     """
-    found = np.full((2, stages + 1), PARTS, np.int64)
-    found[0, 0] = 0
-    found[1] = np.maximum(np.arange(stages + 1) - 1, 0) * PARTS // (stages - 1)
+    found = np.full((2, len(across_borders) + 1), PARTS, np.int64)
+    found[:, 0] = 0
+    found[1, 1:] = across_borders
     return found
 
 

@@ -94,18 +94,19 @@ def under_contention(
     if len(needs.keys.first) == 0 and len(needs.q) == 0:
         return even._replace(contended_ns=int((rest_of_layer + work.own + work.rest).max()))
     from flexcp.schedule.compiled_contention import (  # compiled: Numba is not needed if nothing moves
+        ACROSS,
+        BOTH,
+        INSIDE,
         thinnest,
         together_ns,
     )
 
     rows = contention_table(cost, backward)
-    across = np.ones(cluster.ranks, np.int64)
-    same_node = peers.source // cluster.ranks_per_node == peers.target // cluster.ranks_per_node
-    across[peers.source[same_node]] = 0
-    across[peers.target[same_node]] = 0
-    # ``across`` is the same in every slot; there are at most MOST_STAGES + 2 slots.
-    known = (rest_of_layer, np.tile(across, (MOST_STAGES + 2, 1)), rows, *peers)
-    equal_ns = int(together_ns(*slots_of(even.number, work, times, cluster), *known))
+    # Inputs from the same node and from other nodes are in all stages; there are at most MOST_STAGES + 2 slots.
+    inside, across = (_has_peers(peers, crosses, cluster.ranks) for crosses in (0, 1))
+    levels = np.where(inside & across, BOTH, np.where(inside, INSIDE, ACROSS))
+    known = (rest_of_layer, np.tile(levels, (MOST_STAGES + 2, 1)), rows, peers.source, peers.senders)
+    equal_ns = int(together_ns(*slots_of(even.number, work, times, cluster), *known, 2))
     even = even._replace(contended_ns=equal_ns)
     if (
         well_hidden(even, work, rest_of_layer)
@@ -126,3 +127,11 @@ def under_contention(
     if thin.contended_ns * 1000 > equal_ns * WORTH_PERMILLE:
         return even._replace(others=(thin,))
     return thin._replace(others=(even,))
+
+
+def _has_peers(peers: Peers, crosses: int, ranks: int) -> NDArray[np.bool_]:
+    """Return whether each rank exchanges messages with ranks of its own node (``crosses`` 0) or of other nodes (1)."""
+    found = np.zeros(ranks, bool)
+    for end in (peers.source, peers.target):
+        found[end[peers.crosses == crosses]] = True
+    return found

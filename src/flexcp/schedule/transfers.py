@@ -107,8 +107,8 @@ def _needed_programs(
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
-            borders, inside_first = one.stages.borders, one.stages.inside_first
-            cut = cut_into_stages(found.needs.keys.first, borders, cluster, inside_first)
+            borders, across_borders = one.stages.borders, one.stages.across_borders
+            cut = cut_into_stages(found.needs.keys.first, borders, cluster, across_borders)
         else:
             cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)
         parts = _staged(found.needs, one.stages, cut, cluster, bool(backward), found.keys_kept)
