@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster, cluster
+from flexcp.compare.compare import attention_only
 from flexcp.cost import CostModel, Model
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.models.find import find_model
+from flexcp.models.topology import topology
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
@@ -33,11 +35,11 @@ from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import method_of
-from flexcp.planners.strategies import STRATEGIES
+from flexcp.planners.strategies import STRATEGIES, find_strategy
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
-from flexcp.shape import Shape
+from flexcp.shape import Kind, Shape
 from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import simulate
 
@@ -486,3 +488,21 @@ def test_a_static_method_knows_its_size() -> None:
         assert len(placement.regions[0]) <= method.regions(20) + asked.ranks * method.split
     assert isinstance(static_methods(asked)[0], StaticMethod)
     assert np.all(np.array([m.columns[3] for m in static_methods(asked)]) >= 1)
+
+
+def test_relays_that_cost_more_than_they_save_go() -> None:
+    """Tensor parallelism over four ranks leaves two ranks in a node, with one KV head."""
+    where = topology(cluster("h100", 4, 8), Shape(32, 4, 128, 128), tp=4).cluster
+    batch = make_batch(draw_lengths("web", 32_768 * where.ranks, 0), causal())
+    asked = attention_only(Request(batch, Shape(8, 1, 128, 128), where, CostModel()))
+    plan = auto_plan(asked)
+    name = plan.strategy
+    assert f"without the relays of --strategy {name}" in plan.placement.note and not plan.placement.traffic.relay
+    place, argument = find_strategy(name)
+    placement = place(replace(asked, argument=argument))
+    relayed = make_plan(placement, asked.shape, asked.cluster, asked.cost, name)
+    keys = relayed.programs[0][0].transfers
+    assert ((keys.kind == Kind.KV) & (keys.source != keys.owner)).any()
+    assert simulate(plan).attention_ns < simulate(relayed).attention_ns
+    limited = auto_plan(replace(asked, max_peers=7))
+    assert "without the relays" not in limited.placement.note

@@ -41,8 +41,7 @@ from flexcp.planners.groups.compiled_dealing import (
 from flexcp.planners.groups.compiled_team import split_by_heads
 from flexcp.planners.groups.groups import (
     FEW_RANKS,
-    SLACKS,
-    _joined,
+    USUAL_SLACK,
     all_groupings,
     groups,
     searched_settings,
@@ -50,6 +49,7 @@ from flexcp.planners.groups.groups import (
 )
 from flexcp.planners.groups.priced_documents import price_documents
 from flexcp.planners.groups.rows import CLOSE_TO_EVEN, Pieces, _levelled, _zigzag
+from flexcp.planners.groups.search import _joined
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -521,7 +521,7 @@ def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
 ) -> None:
     request = asked(lengths, cluster("h100", nodes, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
     assert team_sizes(request) == [8]
-    assert searched_settings(request) == ["team=8", *([f"team=1+slack={SLACKS[0]}"] if alone else [])]
+    assert searched_settings(request) == ["team=8", *([f"team=1+slack={USUAL_SLACK}"] if alone else [])]
 
 
 def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> None:

@@ -19,6 +19,7 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
 - **Stages.** The closed form chooses how each pass is cut into stages (:mod:`flexcp.schedule.thin_ends`,
   :mod:`flexcp.schedule.inside_first`). For the fastest plan, the next best way is simulated as well, separately for the
   forward and the backward, unless these have more than ``MANY_TRANSFERS`` transfers.
+- **Relays.** If keys are relayed inside nodes in the fastest plan, the plan without relays is simulated as well.
 - **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
   prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate
   on several nodes. The closed form is skipped for static methods with so many regions that simulating them is faster.
@@ -110,6 +111,7 @@ def auto_plan(request: Request) -> Plan:
     search.run(find_candidates(request, search.effort))
     if search.best is None:
         raise Refused(f"no strategy can place this batch: {search.refusals[0]}")
+    search.try_without_relays()
     search.try_other_stages()
     plan = search.best.plan
     return replace(plan, requested="auto", placement=replace(plan.placement, note=search.words()))
@@ -141,6 +143,8 @@ class _Simulated:
     analysis: list[MaskAnalysis] | None
     other_stages: tuple[str, ...] = ()
     """The passes that are cut into stages in another way than in the strategy's own plan."""
+    straight: bool = False
+    """Whether keys go to every reader directly, although the strategy's own plan relays them inside nodes."""
 
     @property
     def name(self) -> str:
@@ -274,6 +278,27 @@ class _Search:
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
+    def try_without_relays(self) -> None:
+        """Let keys that cross nodes go to every reader directly in the fastest plan, if that is faster.
+
+        This is not tried under a limit on memory or peers, because each rank then receives from more ranks.
+        """
+        best, request = self.best, self.request
+        assert best is not None
+        limited = request.max_memory_per_rank is not None or request.max_peers is not None
+        if best.analysis is None or limited or self._is_too_long(best.ns):
+            return
+        if not any(len(mask.needs.keys.relays) for mask in best.analysis):
+            return
+        placement = replace(best.plan.placement, traffic=replace(best.plan.placement.traffic, relay=False))
+        known = (request.shape, request.cluster, request.cost)
+        straight = analyse(placement, *known, request.keep_kv, request.most_ahead)
+        plan = self._planned(_Placed(best.candidate, placement, best.ns, straight))
+        ns = step_ns(plan, request.training)
+        if ns < best.ns:
+            self.best = replace(best, plan=plan, ns=ns, analysis=straight, straight=True)
+            self.simulated[self.simulated.index(best)] = self.best
+
     def try_other_stages(self) -> None:
         """Cut the passes of the fastest plan into stages in the next best way, where that is faster in the simulator.
 
@@ -340,7 +365,8 @@ class _Search:
         """Return the planner's note about its placement, and how the plan differs from the strategy's own plan."""
         stages = " and ".join(best.other_stages)
         other = f"{stages} in other stages than --strategy {best.name} has" if stages else ""
-        return "; ".join(filter(None, (best.plan.placement.note, other)))
+        straight = f"without the relays of --strategy {best.name}" if best.straight else ""
+        return "; ".join(filter(None, (best.plan.placement.note, straight, other)))
 
     def _step_words(self) -> str:
         """Return what the times include, so that readers can compare them with other times of the same plan."""

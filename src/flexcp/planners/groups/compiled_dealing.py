@@ -39,15 +39,10 @@ def deal(items, pace, slack, poured, room):
     end, the slowest bin gives parts of items to the fastest, until all are within the limit.
     """
     bins = len(pace)
-    total = 0
-    for i in range(len(items)):
-        total += items[i, LOAD]
-    even = -(-total // bins)
-    limit = even + even // slack + 1
+    even, limit, enough = limit_of(items, bins, slack)
     order = heaviest_first(items)
-    enough = needed_bins(items, limit) <= bins
     if not enough and not poured:
-        limit = least_limit(items, limit, total + 1, bins)
+        limit = least_limit(items, limit, even * bins + 1, bins)
     found = np.zeros((len(items) + 4 * bins, COLUMNS), np.int64)
     group = np.arange(bins)
     if enough or not poured:
@@ -80,6 +75,17 @@ def deal(items, pace, slack, poured, room):
     inside_groups(found, start, used, group, pace)
     used = cut_borders(found, used, pace, even, limit)
     return found[:used]
+
+
+@compiled
+def limit_of(items, bins, slack):
+    """Return (the mean load of a bin, the load that a bin may take, whether there are bins enough for long items)."""
+    total = 0
+    for i in range(len(items)):
+        total += items[i, LOAD]
+    even = -(-total // bins)
+    limit = even + even // slack + 1
+    return even, limit, needed_bins(items, limit) <= bins
 
 
 @compiled

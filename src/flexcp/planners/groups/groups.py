@@ -7,7 +7,8 @@ This extends flexible groups (FCP's second system, the first version of DHP). A 
 on one rank, groups may have any size, and inside a node a document may be split by heads instead of rows, which moves
 fewer bytes if there are enough KV heads.
 
-*How.* The steps go from the largest units down to ranks, each with a compiled loop:
+*How.* The steps go from the largest units down to ranks (:mod:`flexcp.planners.groups.search`), each with a compiled
+loop:
 
 1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is too much work for one node gets a
    group of nodes, as few as possible, and is cut by rows into equal parts over it. All others stay whole and go
@@ -34,8 +35,9 @@ make up for more tokens.
 - ``split``: with ``all``, a team splits every document, which moves more bytes and gives all its ranks the same work;
   with ``few``, only as many as needed.
 
-For ``team``, ``slack`` and ``long``, values that are not given are searched; the placement with the least predicted
-time, including copies, is taken (:mod:`flexcp.planners.price`). Teams of one rank are searched only if there are too
+For ``team``, ``slack`` and ``long``, values that are not given are searched, as far as an estimate of their time does
+not rule them out; the placement with the least predicted time, including copies, is taken
+(:mod:`flexcp.planners.price`). Teams of one rank are searched only if there are too
 few KV heads for a team as large as a node, or if ranks have different speeds, because the prediction is too optimistic
 about transfers by rows. The event simulator compares settings better: ``auto`` uses :func:`all_groupings` for each of
 :func:`searched_settings`. A placement takes a few milliseconds.
@@ -47,6 +49,7 @@ The token cap is always kept, and with equal tokens, pads cost at most 1/64 of t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
@@ -56,13 +59,21 @@ from numpy.typing import NDArray
 from flexcp.plan.placement import Placement
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
+from flexcp.planners.groups.search import coupled, find_pieces
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_tolerances
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
-SLACKS = (2, 12, 25)
+SLACKS = (1, 2, 12, 25)
 """The values of ``slack`` that are tried, in per cent above the mean."""
+USUAL_SLACK = 2
+"""The value of ``slack`` if only one is tried."""
+CLEARLY_LONGER = 5
+"""Settings whose estimated time is this many per cent above the least one are left out."""
+WORTH_CUTTING = 400
+"""A slack below the usual one is only tried if the estimated time is shorter by more than one part in this many."""
+HUGE = 1 << 62
 FEW_RANKS = 4
 """On several nodes, ``auto`` also tries teams of one rank if the heaviest document needs at most this many ranks."""
 WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
@@ -74,7 +85,7 @@ class Settings:
     """The settings of one placement (see the module docstring); ``str`` gives them as ``groups:`` takes them."""
 
     team: int = 1
-    slack: int = SLACKS[0]
+    slack: int = USUAL_SLACK
     long: str = "whole"
     split: str = "few"
 
@@ -103,15 +114,39 @@ def all_groupings(request: Request) -> list[Placement]:
     refuse_over_cap(request)
     tried = _settings(request)
     priced = price_documents(request, sorted({each.team for each in tried}))
-    found: list[Placement] = []
-    seen: list[Pieces] = []
-    for each in tried:
-        pieces = _pieces(request, priced, each)
-        if not any(_same(pieces, other) for other in seen):
-            seen.append(pieces)
-            placement = place_pieces(request, priced, pieces)
-            found.append(replace(placement, note=_note(placement, each)))
-    return found
+    placements: list[Placement] = []
+    for each, pieces in _worth_placing(request, priced, tried):
+        placement = place_pieces(request, priced, pieces)
+        placements.append(replace(placement, note=_note(placement, each)))
+    return placements
+
+
+def _worth_placing(
+    request: Request, priced: PricedDocuments, tried: list[Settings]
+) -> Iterator[tuple[Settings, Pieces]]:
+    """Yield the settings to place, with their pieces, without duplicates.
+
+    If ranks wait for each other in every layer, the time of pieces can be estimated well. Then settings whose pieces
+    take clearly longer than others are left out, and so are those that cut more documents and gain little.
+    """
+    found: list[tuple[Settings, Pieces, int]] = []
+    pours = True
+    for each in tried:  # in each team and slack, ``whole`` comes before ``poured``
+        poured = each.long == "poured"
+        if poured and not pours:
+            continue
+        pieces, time, pours = find_pieces(request, priced, each.team, each.slack, poured, each.split == "all")
+        if not any(_same(pieces, other) for _, other, _ in found):
+            found.append((each, pieces, time))
+    least = {team: min(time for each, _, time in found if each.team == team) for team in {e.team for e, _, _ in found}}
+    usual = {each.team: time for each, _, time in reversed(found) if each.slack == USUAL_SLACK}
+    for each, pieces, time in found:
+        if coupled(request) and len(found) > 1:
+            if time * 100 > least[each.team] * (100 + CLEARLY_LONGER):
+                continue
+            if each.slack < USUAL_SLACK and time * WORTH_CUTTING > usual.get(each.team, HUGE) * (WORTH_CUTTING - 1):
+                continue
+        yield each, pieces
 
 
 def _same(a: Pieces, b: Pieces) -> bool:
@@ -144,10 +179,12 @@ def _slacks(request: Request) -> tuple[int, ...]:
     """Return the values of ``slack`` worth trying, in per cent above the mean.
 
     The largest is only worth it if exchanges are expensive compared with the work. On several nodes, this is so only if
-    layers consist of attention alone.
+    layers consist of attention alone. On one node, the smallest is not worth the time of trying it.
     """
+    if request.cluster.nodes == 1:
+        return SLACKS[1:]
     attention_alone = request.cost.pairs_per_token(request.shape) <= 1
-    return SLACKS if attention_alone or request.cluster.nodes == 1 else SLACKS[:-1]
+    return SLACKS if attention_alone else SLACKS[:-1]
 
 
 def _given(request: Request) -> dict[str, str]:
@@ -218,73 +255,11 @@ def searched_settings(request: Request) -> list[str]:
     if request.cluster.nodes > 1 and 1 not in likely:
         load = price_documents(request, []).load
         if int(load.max()) * request.ranks <= FEW_RANKS * int(load.sum()):
-            found.append(f"team=1+slack={SLACKS[0]}")
+            found.append(f"team=1+slack={USUAL_SLACK}")
     return found
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
-
-
-def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pieces:
-    """Return the pieces of all documents, each with the rank or team that it is on."""
-    from flexcp.planners.groups.compiled_dealing import BIN, COLUMNS, DOC, HI, LO, deal
-    from flexcp.planners.groups.compiled_team import split_by_heads
-
-    cluster, team = request.cluster, settings.team
-    speeds = np.array(cluster.rank_speeds, np.int64)
-    slack, poured = max(1, 100 // settings.slack), settings.long == "poured"
-
-    def dealt(items: Ints, ranks: Ints, size: int) -> list[Ints]:
-        """Return the items of each unit of ``size`` ranks; ``ranks`` are the speeds of the ranks to deal to."""
-        if len(ranks) == size:
-            return [items]
-        units = len(ranks) // size
-        room = 0 if request.token_cap is None else request.token_cap * size
-        table = deal(items, _pace(ranks.reshape(units, size).sum(axis=1)), slack, poured, room)
-        table = table[np.argsort(table[:, BIN], kind="stable")]
-        return np.split(table, np.searchsorted(table[:, BIN], np.arange(1, units)))
-
-    items = np.zeros((request.batch.documents, COLUMNS), np.int64)
-    items[:, DOC] = np.arange(request.batch.documents)
-    items[:, HI] = request.batch.lengths
-    items[:, HI + 1], items[:, HI + 2] = priced.load, priced.attention
-    found: list[tuple[Ints, Ints, Ints]] = []
-    for node, of_node in enumerate(dealt(items, speeds, cluster.ranks_per_node)):
-        begin = node * cluster.ranks_per_node
-        mine = speeds[begin : begin + cluster.ranks_per_node]
-        for number, of_team in enumerate(dealt(of_node, mine, team)):
-            first = np.full(len(of_team), begin + number * team, np.int64)
-            size = np.ones_like(first)
-            if team > 1 and len(of_team):
-                pace = _pace(mine[number * team : (number + 1) * team])
-                rank = np.full(len(of_team), team, np.int64)
-                if settings.split == "few":
-                    rank = split_by_heads(of_team, pace, priced.linear, priced.exchange[team], slack)
-                size[rank == team] = team
-                first[rank < team] += rank[rank < team]
-            found.append((first, size, of_team))
-    first, size, table = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = np.lexsort((table[:, LO], table[:, DOC]))
-    table = table[order]
-    return _joined(Pieces(first[order], size[order], table[:, DOC], table[:, LO], table[:, HI]))
-
-
-def _pace(speeds: Ints) -> Ints:
-    """Return speeds relative to their mean, in 1/``PACE`` as compiled loops take them."""
-    from flexcp.planners.groups.compiled_dealing import PACE
-
-    return np.asarray(np.maximum(speeds * PACE * len(speeds) // speeds.sum(), 1))
-
-
-def _joined(pieces: Pieces) -> Pieces:
-    """Return the pieces with adjacent pieces of one document on the same ranks joined."""
-    apart = np.ones(len(pieces), bool)
-    apart[1:] = np.any(
-        [np.diff(getattr(pieces, name)) != 0 for name in ("first", "size", "document")]
-        + [pieces.lo[1:] != pieces.hi[:-1]],
-        axis=0,
-    )
-    return replace(pieces.take(apart), hi=pieces.hi[np.append(np.flatnonzero(apart)[1:], len(pieces)) - 1])
+# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def _note(placement: Placement, settings: Settings) -> str:

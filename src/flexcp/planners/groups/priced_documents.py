@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flexcp.cost import TILE_ROWS
 from flexcp.planners.request import Request
 from flexcp.shape import Kind
-from flexcp.simulator.copies import copy_mbps
+from flexcp.simulator.copies import copy_mbps, own_bytes
 
 Ints = NDArray[np.int64]
 MILLION = 1_000_000
@@ -48,7 +48,7 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
     layers = sum(m.layers for m in batch.masks)
     area = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths)
     attention = area + layers * cost.row_tiles_work(batch.lengths)
-    linear = cost.pairs_per_token(request.shape) * layers
+    linear = (cost.pairs_per_token(request.shape) + _own_copies(request)) * layers
     load = attention + linear * batch.lengths
     shift = max(0, int(load.sum()).bit_length() - LARGEST_LOAD.bit_length())
     return PricedDocuments(
@@ -60,24 +60,40 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
     )
 
 
+def _own_copies(request: Request) -> int:
+    """Return the cost of clearing and rounding the results of one token in one layer, forward and backward, in pairs.
+
+    Every rank does this for its own tokens, unless nothing moves (:mod:`flexcp.simulator.copies`).
+    """
+    if request.ranks == 1:
+        return 0
+    both = (own_bytes(request.shape, backward) for backward in (False, True))
+    size = sum(2 * precise + final for final, precise in both) * MILLION
+    return size * 1000 // copy_mbps(request.cluster) // _million_pairs_ns(request)
+
+
+def _million_pairs_ns(request: Request) -> int:
+    """Return the nanoseconds of a million pairs of all heads on one rank, forward and backward; at least 1."""
+    alone = replace(request.cluster, nodes=1, ranks_per_node=1, speeds=())
+    pairs = np.array([request.shape.heads * MILLION], np.int64)
+    known = (request.shape, alone)
+    return max(1, int(sum(request.cost.attention_ns(pairs, *known, backward)[0] for backward in (False, True))))
+
+
 def _exchange(request: Request, team: int) -> int:
     """Return the cost of a split token for each rank of a team of ``team`` ranks, in pairs of one layer.
 
     It is the time in which the rank receives its heads of a token from another rank, forward and backward, and returns
-    results. Half of the transfer time is assumed to be hidden; the copies before and after transfers never are.
+    results, with the copies before and after these transfers.
     """
     cost, shape, cluster = request.cost, request.shape, request.cluster
-    alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
-    pairs = np.array([shape.heads * MILLION], np.int64)
-    pair_ns = int(sum(cost.attention_ns(pairs, shape, alone, backward)[0] for backward in (False, True)))
     wire, precise = shape.bytes_per_token_head().T
     queries, keys = -(-shape.heads // team), -(-shape.kv_heads // team)
     inputs = queries * int(2 * wire[Kind.Q] + wire[Kind.DO]) + 2 * keys * int(wire[Kind.KV])
     results, summed = (queries * int(e[Kind.O] + e[Kind.DQ]) + keys * int(e[Kind.DKV]) for e in (wire, precise))
-    # Inputs are read and written at both ends. Results are cleared and packed at the sender, and read twice and written
-    # once where they are merged.
-    copied = 4 * inputs + 2 * results + 4 * summed
+    # Inputs are read and written at both ends. Results are cleared and packed at the sender, and laid at the receiver.
+    copied = 4 * inputs + 3 * results + 2 * summed
     # Bytes of a million tokens, without those that the rank itself keeps.
     travelling, copying = (size * MILLION * (team - 1) // team for size in (inputs + results, copied))
-    ns = int(cost.link_ns(np.array([travelling], np.int64), cluster.intra_mbps)[0]) // 2
-    return (ns + copying * 1000 // copy_mbps(cluster)) // max(1, pair_ns)
+    ns = int(cost.link_ns(np.array([travelling], np.int64), cluster.intra_mbps)[0])
+    return (ns + copying * 1000 // copy_mbps(cluster)) // _million_pairs_ns(request)

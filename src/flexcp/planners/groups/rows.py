@@ -5,8 +5,9 @@ tokens had the same load. For each document that is cut, the actual rows are cho
 gives every piece its share of the load. Consecutive rows read the fewest keys; a zig-zag pairs light rows with heavy
 ones; if neither is even, consecutive rows are divided by load instead of by tokens.
 
-A rank keeps the rows that it works on alone. The rows of a team are kept by all its ranks, in proportions that even out
-tokens, or evenly if tokens cost less than their exchange. If a rank then keeps more than it may, its last rows are kept
+A rank keeps the rows that it works on alone. The rows of a team are kept by its ranks, in proportions that even out
+tokens, or evenly if tokens cost less than their exchange. Documents of a team are laid end to end over its ranks, and
+those that several teams share are spread over all of them. If a rank then keeps more than it may, its last rows are kept
 by others, first by ranks of its own node. If there are teams, the work stays where it was, and queries and results
 travel; otherwise the work goes with the rows, so that only keys travel. So all limits that can be met are met.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import spread
+from flexcp.arrays.intervals import overlaps, spread
 from flexcp.arrays.tables import Table
 from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
@@ -158,23 +159,55 @@ def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ran
     rank = pieces.first[ranges.piece[alone]]
     found = [(rank, ranges.start[alone], ranges.stop[alone])]
     if not alone.all():
-        split = ranges.take(~alone)
-        size, first = int(pieces.size.max()), pieces.first[split.piece]
-        tokens = split.stop - split.start
         held = sums(rank, ranges.stop[alone] - ranges.start[alone], request.ranks)
+        size = int(pieces.size.max())
         if priced.linear <= priced.exchange[size] * size:
             held = np.zeros_like(held)
-        given = sums(first, tokens, request.ranks)
-        # In the row of each team's first rank: the cumulative shares of its ranks.
-        shares = np.zeros((request.ranks, size + 1), np.int64)
-        for begin in np.unique(first).tolist():
-            shares[begin, 1:] = np.cumsum(_levelled(held[begin : begin + size], int(given[begin])))
-        borders = split.start[:, None] + tokens[:, None] * shares[first] // given[first][:, None]
-        member = np.broadcast_to(np.arange(size), (len(split), size))
-        found.append(((first[:, None] + member).reshape(-1), borders[:, :-1].reshape(-1), borders[:, 1:].reshape(-1)))
+        found += _kept_by_teams(pieces, ranges.take(~alone), size, held)
     rank, start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
     real = start < stop
     return rank[real], start[real], stop[real]
+
+
+def _kept_by_teams(pieces: Pieces, split: Ranges, size: int, held: Ints) -> list[tuple[Ints, Ints, Ints]]:
+    """Return (rank, start, stop) of the stream ranges ``split``, which teams of ``size`` ranks keep; ``held`` are the
+    tokens that ranks have already.
+
+    Documents of a team are laid end to end over its ranks: a rank that keeps more of a document can compute more before
+    anything arrives. Documents that other teams share are spread over all ranks instead, so that all of them send what
+    crosses nodes.
+    """
+    first, tokens = pieces.first[split.piece], split.stop - split.start
+    document = pieces.document[split.piece]
+    shared = np.bincount(pieces.document)[document] > 1
+    given, spread_out = (sums(first[way], tokens[way], len(held)) for way in (slice(None), shared))
+    # In the row of each team's first rank: the cumulative shares of its ranks, in all its tokens and in those spread.
+    shares, spread_shares = np.zeros((2, len(held), size + 1), np.int64)
+    for begin in np.unique(first).tolist():
+        shares[begin, 1:] = np.cumsum(_levelled(held[begin : begin + size], int(given[begin])))
+        spread_shares[begin] = shares[begin] * spread_out[begin] // max(1, given[begin])
+    member = np.arange(size)
+    at = first[shared]
+    borders = split.start[shared, None] + tokens[shared, None] * shares[at] // given[at][:, None]
+    rank = np.broadcast_to(at[:, None] + member, (len(at), size))
+    found = [(rank.reshape(-1), borders[:, :-1].reshape(-1), borders[:, 1:].reshape(-1))]
+    # One axis for all teams, on which the documents of a team lie between the borders of its ranks.
+    axis = split.take(~shared)
+    order = np.argsort(first[~shared], kind="stable")
+    axis, at, length = axis.take(order), first[~shared][order], tokens[~shared][order]
+    end = np.cumsum(length)
+    teams, begins = np.unique(at, return_index=True)
+    offset = (end - length)[begins]
+    low = (offset[:, None] + (shares - spread_shares)[teams]).reshape(len(teams), size + 1)
+    owner = (teams[:, None] + member).reshape(-1)
+    lo, hi = low[:, :-1].reshape(-1), low[:, 1:].reshape(-1)
+    some = lo < hi
+    owner, lo, hi = owner[some], lo[some], hi[some]
+    piece, part = overlaps(end - length, end, lo, hi)
+    shift = axis.start[piece] - (end - length)[piece]
+    start, stop = np.maximum((end - length)[piece], lo[part]) + shift, np.minimum(end[piece], hi[part]) + shift
+    found.append((owner[part], start, stop))
+    return found
 
 
 def _levelled(held: Ints, tokens: int) -> Ints:

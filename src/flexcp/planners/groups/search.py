@@ -1,0 +1,127 @@
+"""Search: find the pieces of all documents, for given settings of :mod:`flexcp.planners.groups.groups`.
+
+Documents are dealt to nodes, then to the teams of each node, and are then split by heads over a team or kept whole on
+one of its ranks. Units are dealt equal loads, and a load is time over both directions. But ranks that shard the model
+(FSDP) wait for each other in every layer. A step then takes as long as the slowest team in the forward plus the slowest
+team in the backward, and these can be different teams, because attention spends a smaller share of its time in the
+forward than the rest of a layer does: teams with many tokens are late in the forward and those with much attention in
+the backward. Also, loads do not include what it costs to split documents by heads.
+
+So documents are dealt several times, with attention weighing less against tokens each time, down to its weight in the
+forward. The pieces with the least time are taken, by an estimate that includes the cost of splitting. If ranks do not
+wait for each other in every layer, or if there are very many documents, documents are dealt once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.cost import CostModel
+from flexcp.planners.groups.priced_documents import PricedDocuments
+from flexcp.planners.groups.rows import Pieces
+from flexcp.planners.request import Request
+
+Ints = NDArray[np.int64]
+WHOLE = 1000
+"""Weights and shares are counted in parts of this many."""
+LIGHTER = 2
+"""The number of weights below ``WHOLE`` that are tried."""
+MANY_DOCUMENTS = 50_000
+"""With more documents than this, only one weight is tried."""
+TOKENS_FORWARD = 333
+"""The share of the forward in the time of a token outside attention: its backward has twice as many products."""
+
+
+class Found(NamedTuple):
+    """The pieces of all documents, and the estimated time of a step, in the unit of loads.
+
+    ``pours`` says that units were short for the groups of long documents, so that pouring these gives other pieces.
+    """
+
+    pieces: Pieces
+    time: int
+    pours: bool
+
+
+def find_pieces(
+    request: Request, priced: PricedDocuments, team: int, slack: int, poured: bool, split_all: bool
+) -> Found:
+    """Return the pieces of all documents, each with the rank or team that it is on, and an estimate of their time.
+
+    ``team``, ``slack``, ``poured`` (``long``) and ``split_all`` (``split``) are the settings, as in
+    :mod:`flexcp.planners.groups.groups`.
+    """
+    from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, DOC, HI, LO, LOAD
+    from flexcp.planners.groups.compiled_search import deal_to_ranks
+
+    items = np.zeros((request.batch.documents, COLUMNS), np.int64)
+    items[:, DOC] = np.arange(request.batch.documents)
+    items[:, HI] = request.batch.lengths
+    items[:, ATTENTION] = priced.attention
+    speeds = np.array(request.cluster.rank_speeds, np.int64)
+    node, room = request.cluster.ranks_per_node, request.token_cap or 0
+    costs = (priced.linear, priced.exchange.get(team, 0))
+    settings = np.array([node, team, max(1, 100 // slack), poured, split_all, room, *costs], np.int64)
+    forward = forward_share(request.cost)
+    found: list[tuple[int, int, Ints, Ints]] = []
+    pours = False
+    for weight in _weights(request, team, forward):
+        items[:, LOAD] = np.maximum(priced.load - priced.attention * (WHOLE - weight) // WHOLE, 1)
+        table, where, times, short = deal_to_ranks(items, speeds, settings)
+        pours |= bool(short)
+        found.append((_step_time(times, forward, request.batch.layers), len(found), table, where))
+    time, _, table, where = min(found, key=lambda one: one[:2])
+    order = np.lexsort((table[:, LO], table[:, DOC]))
+    table, where = table[order], where[order]
+    pieces = Pieces(where[:, 0], where[:, 1], table[:, DOC], table[:, LO], table[:, HI])
+    return Found(_joined(pieces), time, pours)
+
+
+def coupled(request: Request) -> bool:
+    """Return whether ranks wait for each other in every layer of the request's step, as they do with FSDP."""
+    return request.training is not None and request.training.sync == "fsdp"
+
+
+def _step_time(times: Ints, forward: int, layers: int) -> int:
+    """Return the time of a step in which ranks wait for each other in every layer, in the unit of ``times``.
+
+    ``times`` are those of :func:`flexcp.planners.groups.compiled_search.deal_to_ranks`, and ``forward`` is the share of
+    the forward in the time of attention. A rank may be almost one layer ahead of others, so teams that are early in the
+    forward and late in the backward gain the time of one layer.
+    """
+    attention, others = times.T
+    first = attention * forward // WHOLE + others * TOKENS_FORWARD // WHOLE
+    second = attention + others - first
+    return max(int((first + second).max()), int(first.max()) * (layers - 1) // layers + int(second.max()))
+
+
+def forward_share(cost: CostModel) -> int:
+    """Return the share of the forward in the time of attention, per mille; its backward has 5 products instead of 2."""
+    forward, backward = 2 * cost.backward_efficiency, 5 * cost.forward_efficiency
+    return WHOLE * forward // (forward + backward)
+
+
+def _weights(request: Request, team: int, forward: int) -> list[int]:
+    """Return the weights of attention with which documents are dealt; the first is ``WHOLE``.
+
+    ``forward`` is the share of the forward in the time of attention.
+    """
+    if not coupled(request) or team == request.ranks or request.batch.documents > MANY_DOCUMENTS:
+        return [WHOLE]
+    least = min(WHOLE, forward * WHOLE // TOKENS_FORWARD)
+    return [WHOLE - (WHOLE - least) * step // LIGHTER for step in range(LIGHTER + 1)]
+
+
+def _joined(pieces: Pieces) -> Pieces:
+    """Return the pieces with adjacent pieces of one document on the same ranks joined."""
+    apart = np.ones(len(pieces), bool)
+    apart[1:] = np.any(
+        [np.diff(getattr(pieces, name)) != 0 for name in ("first", "size", "document")]
+        + [pieces.lo[1:] != pieces.hi[:-1]],
+        axis=0,
+    )
+    return replace(pieces.take(apart), hi=pieces.hi[np.append(np.flatnonzero(apart)[1:], len(pieces)) - 1])

@@ -1,0 +1,132 @@
+"""Proves how pieces are found: what the compiled loops estimate for a team, and which weight of attention is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.clusters import cluster
+from flexcp.cost import CostModel
+from flexcp.data.lengths import draw_lengths
+from flexcp.models.find import find_model
+from flexcp.planners.groups import search
+from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, HI, LOAD
+from flexcp.planners.groups.compiled_search import deal_to_ranks
+from flexcp.planners.groups.groups import Settings, _worth_placing, all_groupings, groups
+from flexcp.planners.groups.priced_documents import price_documents
+from flexcp.planners.groups.search import Found, find_pieces, forward_share
+from flexcp.planners.request import Request
+from flexcp.schedule.transfers import make_plan
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import simulate
+
+MODEL = find_model("llama3-8b")
+STEP = Training(MODEL)
+HALF = [262_144, *draw_lengths("web", 262_144, 0)]
+"""One document of half the tokens: of 8 nodes it needs most for its attention, and the others have most tokens."""
+
+
+def asked(lengths: list[int], nodes: int = 8, training: Training | None = STEP) -> Request:
+    batch = make_batch(lengths, masks={"causal": (flexcp.causal(), 32)})
+    cost = CostModel(model=MODEL.model)
+    return Request(batch, MODEL.shape, cluster("h100", nodes, 8), cost, training=training)
+
+
+def test_a_team_takes_its_latest_attention_and_its_most_tokens() -> None:
+    """Two nodes of two ranks. Items: (attention, tokens); ranks of node 1 have half the speed."""
+    items = np.zeros((3, COLUMNS), np.int64)
+    items[:, ATTENTION], items[:, HI] = [600, 400, 100], [60, 40, 10]
+    items[:, LOAD] = items[:, ATTENTION] + items[:, HI]
+    speeds = np.array([1000, 1000, 500, 500])
+    # Node, team, slack, poured, all split, room, linear, exchange.
+    table, where, times, short = deal_to_ranks(items, speeds, np.array([2, 2, 2, 0, 1, 0, 3, 7]))
+    assert not short and (where[:, 1] == 2).all() and set(where[:, 0].tolist()) <= {0, 2}
+    for node, speed in ((0, 1000), (1, 500)):
+        mine = table[where[:, 0] == 2 * node]
+        attention, tokens = int(mine[:, ATTENTION].sum()), int((mine[:, HI] - mine[:, 1]).sum())
+        usual = 750 / speed  # the mean speed over that of the node
+        expected = (attention / 2 * usual, (3 * tokens / 2 + 7 * tokens) * usual)
+        assert np.allclose(times[node], expected, atol=8)
+
+
+def test_units_are_short_if_long_documents_need_more_than_there_are() -> None:
+    priced = price_documents(asked([300_000, 300_000, 1000], 2), [8])
+    assert find_pieces(asked([300_000, 300_000, 1000], 2), priced, 8, 2, False, False).pours is False
+    priced = price_documents(asked([300_000] * 3, 4), [8])  # each needs two of the four nodes
+    assert find_pieces(asked([300_000] * 3, 4), priced, 8, 2, False, False).pours is True
+
+
+def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:
+    assert forward_share(CostModel(forward_efficiency=500, backward_efficiency=500)) == 1000 * 2 // 7
+    assert forward_share(CostModel()) < 333
+
+
+def test_ranks_that_wait_in_every_layer_are_dealt_more_weights() -> None:
+    forward = forward_share(CostModel())
+    weights = search._weights(asked(HALF), 8, forward)
+    assert weights[0] == 1000 and sorted(weights, reverse=True) == weights and len(weights) == search.LIGHTER + 1
+    assert weights[-1] == forward * 1000 // search.TOKENS_FORWARD
+    for other in (asked(HALF, training=None), asked(HALF, training=replace(STEP, sync="allreduce")), asked(HALF, 1)):
+        assert search._weights(other, 8, forward) == [1000]
+
+
+def test_a_step_is_the_slowest_forward_and_the_slowest_backward() -> None:
+    """Attention alone takes a quarter of its time in the forward, everything else a third; 10 layers."""
+    times = np.array([[4000, 0], [0, 3900]])
+    forward = [1000, 3900 * search.TOKENS_FORWARD // 1000]
+    backward = [3000, 3900 - forward[1]]
+    assert search._step_time(times, 250, 10) == max(forward) * 9 // 10 + max(backward)
+    assert search._step_time(times, 250, 1) == 4000  # the sum of one team
+
+
+def test_weights_make_a_step_with_one_long_document_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulated() -> int:
+        request = asked(HALF)
+        placement = groups(replace(request, argument="team=8+slack=2+long=whole"))
+        how = (request.shape, request.cluster, request.cost)
+        step = simulate(make_plan(placement, *how, "groups"), training=STEP).step
+        assert step is not None
+        return step.total_ns
+
+    weighed = simulated()
+    monkeypatch.setattr(search, "_weights", lambda *_: [1000])
+    assert weighed < 0.98 * simulated()
+
+
+@pytest.mark.parametrize(
+    ("times", "kept"),
+    [
+        ({1: 1000, 2: 1100, 12: 1040}, [1, 12]),  # the usual slack takes clearly longer
+        ({1: 1000, 2: 1001, 12: 1100}, [2]),  # the smallest gains too little, the largest takes clearly longer
+        ({1: 1000, 2: 1005, 12: 1005}, [1, 2, 12]),
+    ],
+)
+def test_settings_are_left_out_by_their_estimate(
+    times: dict[int, int], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: Any = object()
+    module = all_groupings.__globals__
+    monkeypatch.setitem(
+        module, "find_pieces", lambda request, priced, team, slack, *_: Found(pieces, times[slack], False)
+    )
+    monkeypatch.setitem(module, "_same", lambda a, b: False)
+    tried = [Settings(8, slack) for slack in times]
+    found = [each.slack for each, _ in _worth_placing(asked(HALF), price_documents(asked(HALF), [8]), tried)]
+    assert found == kept
+    alone = asked(HALF, training=None)  # estimates decide only if ranks wait for each other in every layer
+    assert [each.slack for each, _ in _worth_placing(alone, price_documents(alone, [8]), tried)] == list(times)
+
+
+def test_documents_of_a_team_are_laid_end_to_end_and_shared_ones_spread() -> None:
+    """On one node, a rank keeps neighbouring rows of few documents; rows of a document on two nodes are everywhere."""
+    one = groups(replace(asked([8192] * 8, 1), argument="team=8+split=all"))
+    runs = one.runs
+    owners = [set(runs.rank[(runs.start < 8192 * (d + 1)) & (runs.stop > 8192 * d)].tolist()) for d in range(8)]
+    assert owners == [{rank} for rank in range(8)]
+    two = groups(replace(asked([131_072], 2), argument="team=8+split=all"))
+    assert two.tokens.tolist() == [8192] * 16
