@@ -250,12 +250,15 @@ def list_results(
     delta = (out.to(q.dtype).float() * do.float()).sum(-1) - (dlse_TH.float() if dlse else 0.0)
     dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
     left_open = int(rng.integers(0, len(lists) + 1)) if hasattr(kernel, "close_dq") else 0
+    if left_open:
+        dq.fill_(torch.nan)
+        opened = kernel.open_dq(dq, lse, delta, lists[0][2])
     for number, (heads, groups, work) in enumerate(lists):
         back = (x[:, heads] for x in (do, lse, delta))
         own = replace(settings, open_dq=number < left_open)
-        kernel.backward(
-            q[:, heads], k[:, groups], v[:, groups], *back, work, own, dq[:, heads], dk[:, groups], dv[:, groups]
-        )
+        shared = {"opened": opened, "first_head": heads.start} if own.open_dq else {}
+        inputs = (q[:, heads], k[:, groups], v[:, groups], *back, work, own)
+        kernel.backward(*inputs, dq[:, heads], dk[:, groups], dv[:, groups], **shared)
         if number + 1 == left_open:
             kernel.close_dq(dq, settings)
     return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))

@@ -25,6 +25,8 @@ def main() -> None:
             cute_kernel.compiled_before(torch.bfloat16, 4, True)
         elif name == "after":
             cute_kernel.compiled_after(torch.bfloat16, 4)
+        elif name == "open":
+            cute_kernel.compiled_open(4, True)
         elif name == "close":
             cute_kernel.compiled_close(torch.float32)
         else:

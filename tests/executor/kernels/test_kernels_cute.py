@@ -57,7 +57,8 @@ def compiled(kernel: str, folder: Path) -> str:
     [
         ("before", "ld.global.v4", "st.global.v4"),
         ("after", "ld.global.v4", "st.global"),
-        ("close", "ld.global.v4", "st.global.v2"),
+        ("open", "ld.global", "st.global.v4"),
+        ("close", "ld.global.v4", "st.global.v4"),
     ],
 )
 def test_what_stands_around_the_backward_moves_whole_words(

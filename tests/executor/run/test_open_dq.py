@@ -1,10 +1,10 @@
 """Proves that a dq which kernels leave open, in a layout of their own, is converted back once, after the last kernel
 that adds to it and before anything else reads it or adds to it.
 
-The CPU kernel gets a ``close_dq`` function. While dq is open, its columns are reversed and halved, both of which are
-exact. Reading dq too early, adding to it in the wrong order, or closing it twice or never therefore changes the
-gradient; otherwise the gradient equals the plain kernel's bit for bit. A kernel that finishes rows closes dq into
-another tensor, and leaves NaN in the open one.
+The CPU kernel gets ``open_dq`` and ``close_dq`` functions. dq holds NaN until it is opened. While dq is open, its
+columns are reversed and halved, both of which are exact. Reading dq too early, adding to it in the wrong order, or
+closing it twice or never therefore changes the gradient; otherwise the gradient equals the plain kernel's bit for bit.
+A kernel that finishes rows closes dq into another tensor, and leaves NaN in the open one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flexcp
 from flexcp.executor.kernels import Settings, cpu
-from flexcp.executor.run import pass_recipe, prepared
+from flexcp.executor.run import message_layout, pass_recipe, prepared
 from flexcp.executor.run import rank_program as rank_programs
 from flexcp.executor.run.laid_rows import NO_AREAS
 from flexcp.executor.run.message_layout import types_of
@@ -33,7 +33,7 @@ from flexcp.shape import Kind
 
 LENGTHS = [33, 1, 50, 2, 8]
 HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 4, 2, 8, 6
-DQ = 8  # the position of dq among the arguments of backward, after the settings
+LSE, DQ = 4, 8  # positions among the arguments of backward; the settings come before dq
 
 
 def plan_for(ranks: int, strategy: str) -> Plan:
@@ -48,17 +48,32 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
     With ``slots``, dq is left open only before that slot; with ``finishing``, the kernel closes dq into the final
     tensor.
     """
-    plain, touched, calls = cpu.backward, pass_recipe.touched_dq, []
+    plain, touched, laid_out = cpu.backward, pass_recipe.touched_dq, message_layout._laid_out
+    calls: list[str] = []
 
-    def backward(*arguments: Any) -> None:
+    def backward(*arguments: Any, opened: Tensor | None = None, first_head: int = 0) -> None:
         settings, dq = arguments[DQ - 1 : DQ + 1]
         calls.append("open" if settings.open_dq else "closed")
         if not settings.open_dq:
+            assert opened is None
             plain(*arguments)
             return
+        assert opened is not None
+        lse = arguments[LSE]
+        assert torch.equal(opened[:, first_head : first_head + lse.shape[1]], lse), "statistics of the list's heads"
         close_dq(dq, settings)
         plain(*arguments)
         dq.copy_(dq.flip(-1) * 0.5)
+
+    def open_dq(dq: Tensor, lse: Tensor, delta: Tensor, work: Any) -> Tensor:
+        calls.append("clear")
+        assert lse.shape == delta.shape == dq.shape[:2]
+        assert dq.isnan().all(), "nothing clears it twice"
+        dq.zero_()
+        return lse.clone()
+
+    def uninitialised(*arguments: Any) -> dict[str, Tensor]:
+        return {name: x.fill_(torch.nan) for name, x in laid_out(*arguments).items()}
 
     def close_dq(dq: Tensor, settings: Settings) -> None:
         dq.copy_(dq.flip(-1) * 2.0)
@@ -75,7 +90,9 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "backward", backward)
+        patch.setattr(cpu, "open_dq", open_dq, raising=False)
         patch.setattr(cpu, "close_dq", closed, raising=False)
+        patch.setattr(message_layout, "_laid_out", uninitialised)
         patch.setattr(pass_recipe, "touched_dq", sooner)
         patch.setattr(cpu, "FINISHES", finishing, raising=False)
         patch.setattr(pass_recipe, "finished_rows", lambda program: None)
@@ -122,6 +139,7 @@ def test_a_dq_left_open_becomes_the_same_gradient(pool: RankPool, strategy: str,
     assert all(all(rank["same"]) for rank in found)
     calls = [call for rank in found for call in rank["calls"]]
     assert "open" in calls and ("closed" in calls) == (slots is not None)
+    assert calls.count("clear") == calls.count("close")
     for asked in (rank["calls"] for rank in found if "open" in rank["calls"]):
         last = max(i for i, call in enumerate(asked) if call == "open")
         assert "close" in asked[last:] and asked.count("close") <= asked.count("open")

@@ -28,8 +28,12 @@ A module with ``FINISHES = True`` takes more arguments, for rows that a list is 
         dtype instead of to ``out``. ``out`` and ``lse`` may be uninitialised in the rows that the list begins. Without
         this argument, ``begins`` and ``finishes`` have no effect on results.
 
-A module may have a function for a dq to which only its own work lists add, one after the other:
+A module may have two functions for a dq to which only its own work lists add, one after the other:
 
+    open_dq(dq_THD, lse_TH, delta_TH, work) -> opened
+        Set a dq, which may be uninitialised, to 0 before ``work``, the first list that leaves it open. The backwards of
+        all lists that leave it open get the result (``opened=``) and the number of their first head among the heads of
+        that dq (``first_head=``).
     close_dq(dq_THD, settings)
         With ``settings.open_dq``, backwards may leave dq *open*, in an order and scale of the kernel's own, which is
         the same for all lists of a model and for views of some heads. This function turns an open dq into the gradient,

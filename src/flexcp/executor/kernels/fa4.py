@@ -153,6 +153,7 @@ def forward(
 
 
 backward = cute_kernel.backward
+open_dq = cute_kernel.open_dq
 close_dq = cute_kernel.close_dq
 
 

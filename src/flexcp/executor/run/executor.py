@@ -5,9 +5,9 @@ Slot s does the following, in order:
 1. Take in what stage s brought: inputs are laid on their shelves, outputs are reduced into their rows in a fixed order.
 2. Post the stages that the plan posts in this slot (by default stage s + 1), so that transfers are always issued before
    the work that hides them.
-3. Compute, leaving free as many multiprocessors as the plan says.
-4. Close the dq that no later slot leaves open, that is, in a form of the kernel's own
-   (:mod:`flexcp.executor.run.prepared`).
+3. Compute, leaving free as many multiprocessors as the plan says. A dq that is left open, that is, in a form of the
+   kernel's own (:mod:`flexcp.executor.run.prepared`), is cleared before the first launch that adds to it.
+4. Close the dq that no later slot leaves open.
 
 The loop knows no strategy and never waits for the device: on a GPU it only queues work on the current CUDA stream.
 Everything that exists only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,8 @@ class _PassRun:
         self.shelves: Shelves = {}
         self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
         self.may_open = backward and not runtime.settings.deterministic
+        self.open_shelves = prepared.open_shelves if self.may_open else frozenset()
+        self.opened: dict[int, Any] = {}
         self.rounded = rounded
         self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
@@ -138,7 +141,7 @@ class _PassRun:
         self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
         for number in own:
             finishes = self.finishes and number == QUERIES
-            how = (self.program.laid[number], finishes, self.may_open)
+            how = (self.program.laid[number], finishes, self.may_open, number not in self.open_shelves)
             self.shelves[number] |= new_own_results(shelves[number], *new, *how)
         slots = self.program.slots
         mark = None if self.runtime.watch is None else self.runtime.watch.mark
@@ -153,7 +156,8 @@ class _PassRun:
                 shelf, kept = shelves[number], self.program.kept.get(number)
                 room = self._at("inputs", *shelf.key) if kept is None else self.kept[kept:]
                 self.shelves[number] = new_inputs(shelf, *new, room)
-                self.shelves[number] |= new_results(shelf, *new, self._at("results", *shelf.key))
+                clear_dq = number not in self.open_shelves
+                self.shelves[number] |= new_results(shelf, *new, self._at("results", *shelf.key), clear_dq)
             if arrived is not None:
                 packing.unpack(stage, arrived, self.shelves)
             packing.move(stage, self.shelves)
@@ -213,12 +217,22 @@ class _PassRun:
         kernel = self.prepared.kernel
         if self.backward:
             inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
-            settings = replace(settings, open_dq=self.may_open and work.open_dq)
-            kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"])
+            opens = self.may_open and work.open_dq
+            shared = {"opened": self._opened(work), "first_head": work.heads.start} if opens else {}
+            settings = replace(settings, open_dq=opens)
+            kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"], **shared)
         else:
             finishes = self.finishes and work.work.q_shelf == QUERIES
             last = {"finished_THV": q["finished"]} if finishes else {}
             kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"], **last)
+
+    def _opened(self, work: PreparedWork) -> Any:
+        """Return what the launches that leave a shelf's dq open share; the first of them, ``work``, clears dq."""
+        number = work.work.q_shelf
+        if number not in self.opened:
+            rows = self.shelves[number]
+            self.opened[number] = self.prepared.kernel.open_dq(rows["dq"], rows["lse"], rows["delta"], work.list)
+        return self.opened[number]
 
 
 def _result(shelf: dict[str, Tensor], name: str) -> Tensor:

@@ -59,29 +59,40 @@ def new_inputs(
 
 
 def new_results(
-    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None, clear_dq: bool = True
 ) -> dict[str, Tensor]:
-    """Return tensors for the results of a shelf, by field: outputs and gradients start at zero, LSE at -inf."""
+    """Return tensors for the results of a shelf, by field: outputs and gradients start at zero, LSE at -inf.
+
+    Without ``clear_dq``, dq is left uninitialised.
+    """
     found = _laid_out(shelf, backward, True, shape, types, memory)
     for name, x in found.items():
-        x.fill_(-torch.inf if name == "lse" else 0.0)
+        if clear_dq or name != "dq":
+            x.fill_(-torch.inf if name == "lse" else 0.0)
     return found
 
 
 def new_own_results(
-    shelf: Shelf, backward: bool, shape: Shape, types: Types, laid: Ints, finishes: bool, opens: bool
+    shelf: Shelf,
+    backward: bool,
+    shape: Shape,
+    types: Types,
+    laid: Ints,
+    finishes: bool,
+    opens: bool,
+    clear_dq: bool = True,
 ) -> dict[str, Tensor]:
     """Return tensors for the results of the rank's own rows of a side, by field.
 
     Sums start at zero and LSE at -inf, unless all results are ``laid`` (areas). Fields with the names of ``FINISHED``
     are for the results in the model's dtype, if there are laid ones or the kernel ``finishes`` out or dq. A forward
     that finishes writes every row, so its sums are left uninitialised. ``opens`` says that the kernel may leave dq in a
-    form of its own for some time.
+    form of its own for some time. Without ``clear_dq``, dq is left uninitialised too.
     """
     found = _laid_out(shelf, backward, True, shape, types, None)
     all_laid = cover_all(laid, shelf.h1 - shelf.h0, shelf.rows)
     for name, x in found.items():
-        if not all_laid and not (finishes and name in ("out", "lse")):
+        if not all_laid and not (finishes and name in ("out", "lse")) and (clear_dq or name != "dq"):
             x.fill_(-torch.inf if name == "lse" else 0.0)
     for name in [name for name in found if name in FINISHED and (len(laid) or finishes)]:
         # Without a change of dtype the sums are the results, but not in a tensor that is finished row by row or closed.

@@ -6,9 +6,9 @@ never makes the host wait. Forward and backward share a work list if their slice
 
 Some kernels can leave dq *open*: they add to it in a form of their own, which ``close_dq`` turns into the gradient
 (:mod:`flexcp.executor.kernels`). With such a kernel the work lists of a query shelf leave its dq open until the first
-slot in which a message reads or changes that dq; later lists add to the gradient itself. Some kernels can write a row
-directly in the model's dtype when the last work list adds to it. For them each list of a forward names the rows that it
-is the first and the last to add to (:mod:`flexcp.executor.run.finished_rows`).
+slot in which a message reads or changes that dq; later lists add to the gradient itself. ``open_dq`` clears such a dq.
+Some kernels can write a row directly in the model's dtype when the last work list adds to it. For them each list of a
+forward names the rows that it is the first and the last to add to (:mod:`flexcp.executor.run.finished_rows`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Prepared:
     - ``opens[slot]``: the numbers of the shelves that are allocated in a slot.
     - ``closes[slot]``: the query shelves whose dq is closed after the slot's work, because no later slot leaves it
       open.
+    - ``open_shelves``: the query shelves whose dq some launch leaves open; the first of these launches is also the
+      first to add to it.
     - ``sends[stage]`` and ``receives[stage]``: (peer, bytes) of each message.
     - ``kernel``: the kernel's module.
     - ``finishes``: whether the kernel writes own rows (of the output, or of dq in a backward) directly in the model's
@@ -66,6 +68,7 @@ class Prepared:
     work: list[list[PreparedWork]]
     opens: list[list[int]]
     closes: list[list[int]]
+    open_shelves: frozenset[int]
     finishes: bool
     sends: list[list[tuple[int, int]]]
     receives: list[list[tuple[int, int]]]
@@ -113,6 +116,7 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
         work,
         recipe.opens,
         closes,
+        frozenset(last),
         finished is not None or finishes,
         recipe.sends,
         recipe.receives,

@@ -85,7 +85,7 @@ class RankLists:
 
     Lists of a query shelf add to the same results. In a forward the LSE starts at -inf, unless the lists themselves
     begin and finish all rows. In a backward dq starts at zero. If a list leaves it open, in an order and scale of the
-    kernel's own, it is closed at the end.
+    kernel's own, the kernel opens it before the first list and closes it at the end.
     """
 
     def __init__(self, kernel: str, lists: list[Listed], backward: bool) -> None:
@@ -95,20 +95,25 @@ class RankLists:
         self._shelves: dict[int, tuple[Tensor, ...]] = {}
         self._begun: dict[int, bool] = {}
         self._calls: list[Callable[[Settings], Any]] = []
+        self._first: dict[int, Any] = {}
+        """The first work list of each shelf that leaves dq open."""
+        self._shared: dict[int, Any] = {}
         finishes = getattr(self.module, "FINISHES", False)
         may_open = backward and hasattr(self.module, "close_dq")
         for x in lists:
             self._add(x, finishes and not backward and x.finishes is not None, may_open)
         own_alone = all(x.alone for x in lists if x.shelf == QUERIES)
         self._opened = {x.shelf: x.shelf == QUERIES and own_alone and finishes for x in lists if x.open_dq and may_open}
+        self._open()
 
     def run(self, settings: Settings) -> None:
         """Run all lists, with what a pass does before the first and after the last."""
         for number, (*_, result, lse, _) in self._shelves.items():
-            if self.backward:
+            if self.backward and number not in self._first:
                 result.zero_()
-            elif not self._begun[number]:
+            elif not self.backward and not self._begun[number]:
                 lse.fill_(-torch.inf)
+        self._open()
         self.launch(settings)
         for shelf, finishes in self._opened.items():
             last = {"finished_THD": self._shelves[shelf][2]} if finishes else {}
@@ -118,6 +123,11 @@ class RankLists:
         """Run the lists alone, as in a slot that is neither the first nor the last."""
         for call in self._calls:
             call(settings)
+
+    def _open(self) -> None:
+        """Open every dq that a list leaves open."""
+        for number, work in self._first.items():
+            self._shared[number] = self.module.open_dq(*self._shelves[number][3:], work)
 
     def _add(self, x: Listed, finishes: bool, may_open: bool) -> None:
         """Make the tensors and the kernel call of one list, and count its FLOPs."""
@@ -136,11 +146,15 @@ class RankLists:
         if self.backward:
             dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
             opened = may_open and x.open_dq
-            self._calls.append(
-                lambda s: module.backward(
-                    q, kv.k, kv.v, do, lse, delta, work, replace(s, open_dq=opened), result, dk, dv
-                )
-            )
+            if opened:
+                self._first.setdefault(x.shelf, work)
+
+            def call(s: Settings) -> None:
+                shared = {"opened": self._shared[x.shelf], "first_head": x.h0} if opened else {}
+                own = replace(s, open_dq=opened)
+                module.backward(q, kv.k, kv.v, do, lse, delta, work, own, result, dk, dv, **shared)
+
+            self._calls.append(call)
         else:
             last = {"finished_THV": rounded} if finishes else {}
             self._calls.append(lambda s: module.forward(q, kv.k, kv.v, work, s, result, lse, **last))

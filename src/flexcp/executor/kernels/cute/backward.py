@@ -125,8 +125,8 @@ class Backward:
     ):
         """Launch the kernel. Strides of rows and heads are in elements, multiples of 16 bytes.
 
-        ``statistics`` are packed LSEs (base 2) and deltas. With ``whole_tiles`` dk and dv are written in the dtype of
-        the keys; else they are float32 and are added to.
+        ``statistics`` are LSEs and deltas as :mod:`flexcp.executor.kernels.cute.rows` packs them. With ``whole_tiles``
+        dk and dv are written in the dtype of the keys; else they are float32 and are added to.
 
         In one piece: most lines are the names of arguments that it takes or passes on; between them it describes each
         tensor once.
@@ -186,7 +186,6 @@ class Backward:
             segments,
             items,
             rows,
-            heads,
             kv_heads,
             dk_row,
             dk_head,
@@ -195,7 +194,7 @@ class Backward:
             scale,
             softcap,
             whole_tiles,
-        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -228,7 +227,6 @@ class Backward:
         segments: cute.Pointer,
         items: cute.Pointer,
         rows: Int32,
-        heads: Int32,
         kv_heads: Int32,
         dk_row: Int64,
         dk_head: Int64,
@@ -261,6 +259,8 @@ class Backward:
                 init_bars(bars, (1, 8) + (33,) * S + (8,) * S + (1,) * S + (8,) * S)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # What runs before this launch may still run until here; it is what filled or cleared all that is read below.
+        cute.arch.griddepcontrol_wait()
         mT = cute.make_tensor(tiles, cute.make_layout((FAR, 4), stride=(4, 1)))
         mG = cute.make_tensor(segments, cute.make_layout((FAR, 8), stride=(8, 1)))
         mI = cute.make_tensor(items, cute.make_layout(FAR))
@@ -276,7 +276,6 @@ class Backward:
                     rings,
                     statistics,
                     rows,
-                    heads,
                     mT,
                     mG,
                     mI,
@@ -310,7 +309,7 @@ class Backward:
             )
 
     @cute.jit
-    def load(self, tensors, atoms, buffers, sStat, rings, statistics, rows, heads, mT, mG, mI, groups):
+    def load(self, tensors, atoms, buffers, sStat, rings, statistics, rows, mT, mG, mI, groups):
         """Load the data of this program's tiles as buffers become free; run by one warp.
 
         In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as
@@ -345,10 +344,10 @@ class Backward:
                 query, left = self.last_block(mG, segment)
                 for _ in cutlass.range(blocks, unroll=1):
                     cute.arch.mbarrier_wait(q_free + stage, phase)
-                    first = statistics + (Int64(number) * rows + query) * P
+                    first = statistics + (Int64(number) * 2 * rows + query) * P
                     for which in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(M // 32):
-                            here = first + (Int64(which) * heads * rows + i * 32 + lane)
+                            here = first + (which * rows * P + i * 32 + lane)
                             there = sStat.iterator + (i * 32 + lane + M * which + 2 * M * stage)
                             one = cute.make_layout(1)
                             cute.copy(copy_number, cute.make_tensor(here, one), cute.make_tensor(there, one))
@@ -368,6 +367,8 @@ class Backward:
                         query, left = self.last_block(mG, segment)
             turn += cute.arch.grid_dim()[0]
             item = mI[turn]
+        # The next launch may take this multiprocessor as soon as it is free; it waits for this one by itself.
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def store(self, mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, groups):

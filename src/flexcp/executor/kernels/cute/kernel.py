@@ -10,6 +10,7 @@ order.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -32,11 +33,12 @@ from flexcp.executor.kernels.cute.items import (
     in_turns,
     longest_program,
     records,
+    tiles_together,
 )
 from flexcp.executor.kernels.cute.kept import kept
 from flexcp.executor.kernels.cute.levelled import levelled
 from flexcp.executor.kernels.cute.parts import FAR
-from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close
+from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close, Open
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
 from flexcp.executor.kernels.hopper.tiles import (
@@ -51,7 +53,7 @@ from flexcp.executor.kernels.hopper.tiles import (
 )
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.kernels.tiles import SegmentList, segment_list, useful
-from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, base_of, check, multiprocessors, pack_statistics
+from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, check, multiprocessors
 from flexcp.masks import Q0, Q1
 
 FRESH = True
@@ -202,7 +204,7 @@ class CuteWork(HopperWork):
         longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
         made = segment_list(self._key_tiles, block, longest, descending=True)
         blocks = made.tiles[:, 3].astype(np.int64)
-        order = in_turns(len(blocks), self.kv_heads, 1)
+        order = self._backward_order(made)
         items = dealt(order, blocks, self.kv_heads, min(programs, len(order)))
         level = levelled(made, items, self.kv_heads, programs, block, descending=True)
         tables = (level.made.tiles, level.made.segments, level.items)
@@ -258,7 +260,9 @@ class CuteWork(HopperWork):
     def _backward_order(self, made: SegmentList) -> Ints:
         """Return the items of a backward in the order in which they are dealt."""
         if not self.in_step:
-            return in_turns(len(made.tiles), self.kv_heads, 1)
+            at_once = max(1, multiprocessors(self.device) // self.kv_heads)
+            order = tiles_together(made, QUERIES // self.pack, at_once)
+            return (order[:, None] * self.kv_heads + np.arange(self.kv_heads)).reshape(-1)
         first = made.segments[made.tiles[:, 2]]
         begin = first[:, 0] + first[:, 1] * (QUERIES // self.pack)
         return group_by_group(np.lexsort((made.tiles[:, 0], -begin)), self.kv_heads)
@@ -333,11 +337,14 @@ def backward(
     dq_THD: Tensor,
     dk_TGD: Tensor,
     dv_TGV: Tensor,
+    opened: OpenRows | None = None,
+    first_head: int = 0,
 ) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``.
 
     With ``settings.fresh`` dq is overwritten. With ``settings.open_dq`` it is left open, for :func:`close_dq` to
-    finish.
+    finish. ``opened`` is the result of :func:`open_dq` for a dq of which this one is all rows and the heads from
+    ``first_head`` on.
     """
     if not work.forward_segments.count:
         return
@@ -349,8 +356,10 @@ def backward(
     programs, tables = work.backward_tables(programs_of(FAR, settings, work))
     order = "open" if settings.open_dq or settings.fresh else "rows"
     run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, order, True)
-    statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
-    sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
+    sums = torch.empty(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
+    if opened is None or opened.pack != work.pack or first_head % work.pack:
+        opened, first_head = _opened(sums, lse_TH, delta_TH, work.pack, settings.fresh), 0
+    statistics = opened.statistics[first_head * 2 * len(q) :]
     run(
         *_addresses(q, k, v, do, statistics, sums, dk_TGD, dv_TGV, *tables),
         len(q),
@@ -365,6 +374,36 @@ def backward(
     )
     if settings.fresh:
         _close(sums, dq_THD, settings)
+
+
+@dataclass(frozen=True)
+class OpenRows:
+    """What the work lists of an open dq share.
+
+    ``statistics`` are the LSEs and deltas of its rows in all heads, in the order of
+    :mod:`flexcp.executor.kernels.cute.rows` for ``pack`` query heads in a block.
+    """
+
+    statistics: Tensor
+    pack: int
+
+
+def open_dq(dq_THD: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork) -> OpenRows:
+    """Set a dq to 0 and return what the lists that leave it open share; ``work`` is one of them."""
+    if not work.heads or dq_THD.shape[1] % work.pack:
+        raise ValueError(f"the heads of dq must be a multiple of {work.pack}; got {dq_THD.shape[1]}")
+    return _opened(dq_THD, lse_TH, delta_TH, work.pack, True)
+
+
+def _opened(dq_THD: Tensor, lse_TH: Tensor, delta_TH: Tensor, pack: int, clears: bool) -> OpenRows:
+    """Pack the statistics of all rows of dq; with ``clears``, set dq to 0."""
+    rows, heads = lse_TH.shape
+    statistics = torch.empty(2 * rows * heads + SPARE, dtype=torch.float32, device=lse_TH.device)
+    if rows * heads:
+        run = compiled_open(pack, clears)
+        tensors = (dq_THD, lse_TH, delta_TH)
+        run(*_addresses(*tensors, statistics), rows, heads, *_strides(*tensors), _stream(lse_TH.device))
+    return OpenRows(statistics, pack)
 
 
 def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
@@ -441,6 +480,14 @@ def compiled_after(dtype: torch.dtype, pack: int) -> Any:
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 2 + [Float32(1.0)]
     return _compiled(After(TYPES[dtype], pack), pointers, numbers, "after", dtype, pack)
+
+
+@cache
+def compiled_open(pack: int, clears: bool) -> Any:
+    """Return the compiled :class:`Open`, which packs the statistics of rows; with ``clears`` it sets their dq to 0."""
+    pointers = [_pointer(Float32)] + [_pointer(Float32, 4)] * 3
+    numbers = [Int32(1)] * 2 + [Int64(8)] * 6
+    return _compiled(Open(pack, clears), pointers, numbers, "open", pack, clears)
 
 
 @cache

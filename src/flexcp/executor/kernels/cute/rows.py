@@ -8,12 +8,17 @@ of a warp group hold them: thread ``c`` of a quad has four numbers of each group
 threads that store at the same time use different banks of shared memory.
 
 :class:`Before` computes delta, packs the statistics and clears the sums, in one pass over the output and its gradient.
-:class:`After` makes dq from the sums.
+:class:`After` makes dq from the sums. Statistics have the order ``[head chunk, 2, packed row]``: LSEs in base 2, then
+deltas. So those of a block are adjacent, and those of some chunks of heads are a part of the memory.
 
 If several launches add to a dq, and nothing else does before the last of them, dq is *open*: rows and heads are in
 place, but columns are permuted within each 32, and the scale is missing. Thread ``c``'s number ``e`` of group ``g``
 (0 or 1) is at place ``8 c + 4 g + e`` of the 32; together with the copy engine's own permutation of chunks this also
-uses different banks. :class:`Close` puts the columns in place and scales them.
+uses different banks. :class:`Open` clears such a dq and packs the statistics of its rows, :class:`Close` puts the
+columns in place and scales them.
+
+A launch may begin before the one before it has ended (*programmatic launch*). :class:`After` and :class:`Close` wait
+for it before they read anything, as the backward does, and the other kernels let the next launch begin at once.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -29,6 +34,7 @@ THREADS = 256
 LANES = 16  # threads that share a row of one head; each has 8 numbers of it
 ROWS_AT_ONCE = THREADS // LANES
 LAPS = 4  # rows of each thread, loaded together
+OPEN_LAPS = 16  # rows that each warp clears
 SPARE = 64  # packed rows at the end of each half, for blocks that reach past the last row
 
 
@@ -118,6 +124,7 @@ class Before:
         dlse_row: Int64,
         dlse_head: Int64,
     ):
+        cute.arch.griddepcontrol_launch_dependents()
         P = self.pack
         thread = cute.arch.thread_idx()[0]
         lane, first = thread % LANES, cute.arch.block_idx()[0] * (ROWS_AT_ONCE * LAPS) + thread // LANES
@@ -148,10 +155,10 @@ class Before:
                 if lane == 0:
                     if const_expr(self.has_dlse):
                         delta -= vector_at(Float32, dlse + (row * dlse_row + head * dlse_head), 1)[0]
-                    at = Int64(chunk) * rows * P + packed
+                    at = Int64(chunk) * 2 * rows * P + packed
                     top = vector_at(Float32, lse + (row * lse_row + head * lse_head), 1)[0]
                     vector_at(Float32, statistics + at, 1)[0] = top * LOG2E
-                    vector_at(Float32, statistics + (at + Int64(heads) * rows), 1)[0] = delta
+                    vector_at(Float32, statistics + (at + Int64(rows) * P), 1)[0] = delta
 
 
 class After:
@@ -178,7 +185,7 @@ class After:
         """Launch the kernel. Strides are in elements."""
         programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
         self.kernel(sums, dq, rows, heads, dq_row, dq_head, scale).launch(
-            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -192,6 +199,7 @@ class After:
         dq_head: Int64,
         scale: Float32,
     ):
+        cute.arch.griddepcontrol_wait()
         P = self.pack
         thread = cute.arch.thread_idx()[0]
         lane, first = thread % LANES, cute.arch.block_idx()[0] * (ROWS_AT_ONCE * LAPS) + thread // LANES
@@ -215,6 +223,77 @@ class After:
                         at = row * dq_row + head * dq_head + (half * 64 + pair * 8 + column)
                         to = cute.make_ptr(Int32, (dq + at).toint(), cute.AddressSpace.gmem, assumed_align=4)
                         cute.make_tensor(to, cute.make_layout(1))[0] = rounded_pair(low, high, self.dtype)
+
+
+class Open:
+    """The kernel that packs the statistics of rows, and with ``clears`` sets dq of these rows to 0.
+
+    It is for heads of 128 numbers. A warp clears a row of one head.
+    """
+
+    def __init__(self, pack, clears):
+        self.pack, self.clears = pack, clears
+
+    @cute.jit
+    def __call__(
+        self,
+        dq: cute.Pointer,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+        statistics: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        dq_row: Int64,
+        dq_head: Int64,
+        lse_row: Int64,
+        lse_head: Int64,
+        delta_row: Int64,
+        delta_head: Int64,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel. Strides are in elements; those of ``dq`` are multiples of 16 bytes."""
+        at_once = THREADS // 32 * OPEN_LAPS
+        programs = (rows * heads + at_once - 1) // at_once
+        strides = (dq_row, dq_head, lse_row, lse_head, delta_row, delta_head)
+        self.kernel(dq, lse, delta, statistics, rows, heads, *strides).launch(
+            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dq: cute.Pointer,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+        statistics: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        dq_row: Int64,
+        dq_head: Int64,
+        lse_row: Int64,
+        lse_head: Int64,
+        delta_row: Int64,
+        delta_head: Int64,
+    ):
+        cute.arch.griddepcontrol_launch_dependents()
+        warps, P = THREADS // 32, self.pack
+        warp, lane, thread = cute.arch.warp_idx(), cute.arch.lane_idx(), cute.arch.thread_idx()[0]
+        first = cute.arch.block_idx()[0] * (warps * OPEN_LAPS)
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for lap in cutlass.range_constexpr(OPEN_LAPS if self.clears else 0):
+            number = first + lap * warps + warp
+            if number < rows * heads:
+                at = number // heads * dq_row + number % heads * dq_head + lane * 4
+                cute.autovec_copy(nothing, vector_at(Float32, dq + at, 4))
+        mine = first + thread
+        if thread < warps * OPEN_LAPS and mine < rows * heads:
+            row, head, chunk, packed = place_of(mine, rows, heads, P)
+            at = Int64(chunk) * 2 * rows * P + packed
+            top = vector_at(Float32, lse + (row * lse_row + head * lse_head), 1)[0]
+            inner = vector_at(Float32, delta + (row * delta_row + head * delta_head), 1)[0]
+            vector_at(Float32, statistics + at, 1)[0] = top * LOG2E
+            vector_at(Float32, statistics + (at + Int64(rows) * P), 1)[0] = inner
 
 
 class Close:
@@ -247,7 +326,7 @@ class Close:
         at_once = THREADS // 32 * LAPS
         programs = (rows * heads + at_once - 1) // at_once
         self.kernel(dq, out, rows, heads, dq_row, dq_head, out_row, out_head, scale).launch(
-            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -263,6 +342,7 @@ class Close:
         out_head: Int64,
         scale: Float32,
     ):
+        cute.arch.griddepcontrol_wait()
         warps = THREADS // 32
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         first = cute.arch.block_idx()[0] * (warps * LAPS) + warp
@@ -274,16 +354,24 @@ class Close:
                 cute.autovec_copy(vector_at(Float32, dq + at, 4), found[None, lap])
         # The whole row must be read before any of it is written.
         cute.arch.sync_warp()
-        column = lane // 8 * 32 + lane % 2 * 16 + lane % 8 // 2 * 2
+        # Lanes that hold neighbouring columns exchange pairs, so that each has four adjacent ones.
+        odd = lane // 2 % 2
+        column = lane // 8 * 32 + lane % 2 * 16 + odd * 8 + lane % 8 // 4 * 4
         for lap in cutlass.range_constexpr(LAPS):
             number = first + lap * warps
+            four = cute.make_rmem_tensor(4, Float32)
+            for i in cutlass.range_constexpr(2):
+                low, high = found[i, lap] * scale, found[2 + i, lap] * scale
+                other = cute.arch.shuffle_sync_bfly(high if odd == 0 else low, offset=2)
+                four[i] = low if odd == 0 else other
+                four[2 + i] = other if odd == 0 else high
             if number < rows * heads:
                 to = out + (number // heads * out_row + number % heads * out_head + column)
-                for pair in cutlass.range_constexpr(2):
-                    two = cute.make_rmem_tensor(2, Float32)
-                    two[0], two[1] = found[2 * pair, lap] * scale, found[2 * pair + 1, lap] * scale
-                    if const_expr(self.dtype is Float32):
-                        cute.autovec_copy(two, vector_at(Float32, to + 8 * pair, 2))
-                    else:
-                        word = cute.make_ptr(Int32, (to + 8 * pair).toint(), cute.AddressSpace.gmem, assumed_align=4)
-                        cute.make_tensor(word, cute.make_layout(1))[0] = rounded_pair(two[0], two[1], self.dtype)
+                if const_expr(self.dtype is Float32):
+                    cute.autovec_copy(four, vector_at(Float32, to, 4))
+                else:
+                    words = cute.make_rmem_tensor(2, Int32)
+                    words[0] = rounded_pair(four[0], four[1], self.dtype)
+                    words[1] = rounded_pair(four[2], four[3], self.dtype)
+                    there = cute.make_ptr(Int32, to.toint(), cute.AddressSpace.gmem, assumed_align=8)
+                    cute.autovec_copy(words, cute.make_tensor(there, cute.make_layout(2)))
