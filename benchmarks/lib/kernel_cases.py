@@ -257,8 +257,8 @@ def list_results(
         back = (x[:, heads] for x in (do, lse, delta))
         own = replace(settings, open_dq=number < left_open)
         shared = {"opened": opened, "first_head": heads.start} if own.open_dq else {}
-        inputs = (q[:, heads], k[:, groups], v[:, groups], *back, work, own)
-        kernel.backward(*inputs, dq[:, heads], dk[:, groups], dv[:, groups], **shared)
+        mine = (q[:, heads], k[:, groups], v[:, groups], *back, work, own)
+        kernel.backward(*mine, dq[:, heads], dk[:, groups], dv[:, groups], **shared)
         if number + 1 == left_open:
             kernel.close_dq(dq, settings)
     return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))

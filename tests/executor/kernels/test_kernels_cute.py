@@ -19,9 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp import masks
-from flexcp.executor.kernels.cute.items import dealt, group_by_group, in_turns, longest_program
+from flexcp.executor.kernels.cute.items import (
+    ROW_PRICE,
+    SAVED,
+    dealt,
+    group_by_group,
+    in_turns,
+    longest_program,
+    tiles_together,
+)
 from flexcp.executor.kernels.hopper.tiles import key_tiles
-from flexcp.executor.kernels.tiles import TILE_PRICE, segment_list
+from flexcp.executor.kernels.tiles import TILE_PRICE, SegmentList, segment_list
 
 SCRIPT = Path(__file__).with_name("cute_compile.py")
 INSTRUCTIONS = {
@@ -115,6 +123,46 @@ def test_every_item_is_dealt_once_and_no_program_gets_much_more(
     assert longest_program(table, sizes, groups) == work.max()
     if len(order) >= programs:
         assert work.max() - work.min() <= 2 * (sizes.max() + TILE_PRICE)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [([8192], False), ([512] * 16, True), ([300] * 27, True), ([7085, 213, 53], False), ([128] * 64, False)],
+)
+def test_tiles_of_short_documents_are_dealt_together_if_that_saves_enough_rows(
+    lengths: list[int], together: bool
+) -> None:
+    slices = np.concatenate(
+        [
+            masks.shift(masks.causal().slices(n), at, at)
+            for n, at in zip(lengths, np.cumsum([0, *lengths]), strict=False)
+        ]
+    )
+    made = segment_list(key_tiles(slices, 4), 16, 64, descending=True)
+    order = tiles_together(made, 16, 16)
+    assert sorted(order.tolist()) == list(range(len(made.tiles)))
+    by_keys = np.argsort(made.tiles[:, 0], kind="stable")
+    saved = rows_read(made, np.arange(len(order)), 16) - rows_read(made, by_keys, 16)
+    assert (ROW_PRICE * saved > SAVED * made.tiles[:, 3].sum()) == together
+    if together:
+        assert rows_read(made, order, 16) <= rows_read(made, by_keys, 16)
+        assert (np.diff(made.tiles[order, 0]) >= 0).all()
+    else:
+        assert order.tolist() == list(range(len(order)))
+
+
+def rows_read(made: SegmentList, order: np.ndarray, at_once: int) -> int:
+    """Return the rows that each round of ``at_once`` tiles walks, each counted once, summed over the rounds."""
+    total = 0
+    for begin in range(0, len(order), at_once):
+        rows = set()
+        for _, _, at, left in made.tiles[order[begin : begin + at_once]].tolist():
+            while left > 0:
+                first, blocks = made.segments[at, :2].tolist()
+                rows.update(range(first, first + blocks * 16))
+                left, at = left - blocks, at + 1
+        total += len(rows)
+    return total
 
 
 def test_descending_segments_are_the_same_blocks_from_the_other_end() -> None:

@@ -141,8 +141,8 @@ class _PassRun:
         self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
         for number in own:
             finishes = self.finishes and number == QUERIES
-            how = (self.program.laid[number], finishes, self.may_open, number not in self.open_shelves)
-            self.shelves[number] |= new_own_results(shelves[number], *new, *how)
+            laid, clear_dq = self.program.laid[number], number not in self.open_shelves
+            self.shelves[number] |= new_own_results(shelves[number], *new, laid, finishes, self.may_open, clear_dq)
         slots = self.program.slots
         mark = None if self.runtime.watch is None else self.runtime.watch.mark
         for stage in range(len(slots)):

@@ -34,7 +34,7 @@ THREADS = 256
 LANES = 16  # threads that share a row of one head; each has 8 numbers of it
 ROWS_AT_ONCE = THREADS // LANES
 LAPS = 4  # rows of each thread, loaded together
-OPEN_LAPS = 16  # rows that each warp clears
+OPEN_LAPS = 8  # rows that each warp clears
 SPARE = 64  # packed rows at the end of each half, for blocks that reach past the last row
 
 
