@@ -7,8 +7,8 @@ ones; if neither is even, consecutive rows are divided by load instead of by tok
 
 A rank keeps the rows that it works on alone. The rows of a team are kept by its ranks, in proportions that even out
 tokens, or evenly if tokens cost less than their exchange. Documents of a team are laid end to end over its ranks, and
-those that several teams share are spread over all of them. If a rank then keeps more than it may, its last rows are kept
-by others, first by ranks of its own node. If there are teams, the work stays where it was, and queries and results
+those that several teams share are spread over all of them. If a rank then keeps more than it may, its last rows are
+kept by others, first by ranks of its own node. If there are teams, the work stays where it was, and queries and results
 travel; otherwise the work goes with the rows, so that only keys travel. So all limits that can be met are met.
 """
 
