@@ -28,15 +28,17 @@ So compiled loops can multiply them by a pace within 64 bits.
 class PricedDocuments:
     """The costs of a batch's documents over all layers, in (query, key) pairs.
 
-    ``attention`` and ``load`` (attention and the rest of the layers) are those of each document. ``linear`` is the cost
-    of a token outside attention, ``row`` the cost of a row besides its pairs (``linear`` and its share of a row tile),
-    and ``exchange[u]`` the cost of a token whose heads are split over ``u`` ranks, for each of these ranks. All but
-    ``row`` may be shifted down (``LARGEST_LOAD``).
+    ``attention`` and ``load`` (attention and everything else) are those of each document. ``linear`` is the cost of a
+    token in the rest of the layers, and ``token`` adds what clearing and rounding its results costs. ``row`` is the
+    cost of a row besides its pairs (``token`` and its share of a row tile), and ``exchange[u]`` the cost of a token
+    whose heads are split over ``u`` ranks, for each of these ranks. All but ``row`` may be shifted down
+    (``LARGEST_LOAD``).
     """
 
     attention: Ints
     load: Ints
     linear: int
+    token: int
     row: int
     exchange: dict[int, int]
 
@@ -48,14 +50,16 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
     layers = sum(m.layers for m in batch.masks)
     area = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths)
     attention = area + layers * cost.row_tiles_work(batch.lengths)
-    linear = (cost.pairs_per_token(request.shape) + _own_copies(request)) * layers
-    load = attention + linear * batch.lengths
+    linear = cost.pairs_per_token(request.shape) * layers
+    token = linear + _own_copies(request) * layers
+    load = attention + token * batch.lengths
     shift = max(0, int(load.sum()).bit_length() - LARGEST_LOAD.bit_length())
     return PricedDocuments(
         attention >> shift,
         np.maximum(load >> shift, 1),
         linear >> shift,
-        linear + layers * cost.row_tile_pairs // TILE_ROWS,
+        token >> shift,
+        token + layers * cost.row_tile_pairs // TILE_ROWS,
         {u: layers * _exchange(request, u) >> shift for u in teams},
     )
 

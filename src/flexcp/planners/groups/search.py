@@ -64,7 +64,7 @@ def find_pieces(
     items[:, ATTENTION] = priced.attention
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     node, room = request.cluster.ranks_per_node, request.token_cap or 0
-    costs = (priced.linear, priced.exchange.get(team, 0))
+    costs = (priced.token, priced.exchange.get(team, 0))
     settings = np.array([node, team, max(1, 100 // slack), poured, split_all, room, *costs], np.int64)
     forward = forward_share(request.cost)
     found: list[tuple[int, int, Ints, Ints]] = []
