@@ -65,9 +65,9 @@ MANY_REGIONS = 150_000
 
 The closed form counts all regions and takes longer than the event simulator, which counts rings by position.
 """
-OVERPRICED_PERMILLE, BLOCKS_OVERPRICED_PERMILLE = 50, 20
-"""How much the closed form may overestimate the time of a placement on several nodes, per mille: of ``groups`` and
-others, and of ``blocks`` (see the lab notes).
+OVERPRICED_PERMILLE = 20
+"""How much the closed form may overestimate the time of a placement on several nodes, per mille; that of ``blocks`` is
+taken as it is (see the lab notes).
 """
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
@@ -216,10 +216,10 @@ class _Search:
 
         It is the price, on several nodes less what the closed form may overestimate.
         """
-        if self.request.cluster.nodes == 1 or placed.candidate.is_static:
+        exact = placed.candidate.is_static or method_of(placed.candidate.name) == "blocks"
+        if self.request.cluster.nodes == 1 or exact:
             return placed.ns
-        is_blocks = method_of(placed.candidate.name) == "blocks"
-        return placed.ns - placed.ns * (BLOCKS_OVERPRICED_PERMILLE if is_blocks else OVERPRICED_PERMILLE) // 1000
+        return placed.ns - placed.ns * OVERPRICED_PERMILLE // 1000
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         """Return whether a candidate may be simulated.
