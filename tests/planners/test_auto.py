@@ -23,7 +23,6 @@ from flexcp.cost import CostModel, Model
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.models.find import find_model
-from flexcp.models.topology import topology
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
@@ -35,7 +34,7 @@ from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import method_of
-from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.planners.strategies import STRATEGIES
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
@@ -491,18 +490,17 @@ def test_a_static_method_knows_its_size() -> None:
 
 
 def test_relays_that_cost_more_than_they_save_go() -> None:
-    """Tensor parallelism over four ranks leaves two ranks in a node, with one KV head."""
-    where = topology(cluster("h100", 4, 8), Shape(32, 4, 128, 128), tp=4).cluster
-    batch = make_batch(draw_lengths("web", 32_768 * where.ranks, 0), causal())
+    where = cluster("h100", 4, 8)
+    batch = make_batch(draw_lengths("libra256k", 8192 * where.ranks, 0), causal())
     asked = attention_only(Request(batch, Shape(8, 1, 128, 128), where, CostModel()))
     plan = auto_plan(asked)
-    name = plan.strategy
-    assert f"without the relays of --strategy {name}" in plan.placement.note and not plan.placement.traffic.relay
-    place, argument = find_strategy(name)
-    placement = place(replace(asked, argument=argument))
-    relayed = make_plan(placement, asked.shape, asked.cluster, asked.cost, name)
+    assert f"without the relays of --strategy {plan.strategy}" in plan.placement.note
+    traffic = plan.placement.traffic
+    assert not traffic.relay
+    placement = replace(plan.placement, traffic=replace(traffic, relay=True))
+    relayed = make_plan(placement, asked.shape, asked.cluster, asked.cost, plan.strategy)
     keys = relayed.programs[0][0].transfers
     assert ((keys.kind == Kind.KV) & (keys.source != keys.owner)).any()
     assert simulate(plan).attention_ns < simulate(relayed).attention_ns
-    limited = auto_plan(replace(asked, max_peers=7))
+    limited = auto_plan(replace(asked, max_peers=where.ranks - 1))
     assert "without the relays" not in limited.placement.note
