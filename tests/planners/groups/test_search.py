@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,12 +63,13 @@ def test_units_are_short_if_long_documents_need_more_than_there_are() -> None:
 
 
 def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:
-    assert forward_share(CostModel(forward_efficiency=500, backward_efficiency=500)) == 1000 * 2 // 7
-    assert forward_share(CostModel()) < 333
+    request = asked(HALF)
+    even = replace(request, cost=CostModel(forward_efficiency=500, backward_efficiency=500))
+    assert forward_share(even) == 1000 * 2 // 7 and forward_share(request) < 1000 * 2 // 7
 
 
 def test_ranks_that_wait_in_every_layer_are_dealt_more_weights() -> None:
-    forward = forward_share(CostModel())
+    forward = forward_share(asked(HALF))
     weights = search._weights(asked(HALF), 8, forward)
     assert weights[0] == 1000 and sorted(weights, reverse=True) == weights and len(weights) == search.LIGHTER + 1
     assert weights[-1] == forward * 1000 // search.TOKENS_FORWARD
@@ -123,10 +125,14 @@ def test_settings_are_left_out_by_their_estimate(
 
 
 def test_documents_of_a_team_are_laid_end_to_end_and_shared_ones_spread() -> None:
-    """On one node, a rank keeps neighbouring rows of few documents; rows of a document on two nodes are everywhere."""
-    one = groups(replace(asked([8192] * 8, 1), argument="team=8+split=all"))
-    runs = one.runs
-    owners = [set(runs.rank[(runs.start < 8192 * (d + 1)) & (runs.stop > 8192 * d)].tolist()) for d in range(8)]
-    assert owners == [{rank} for rank in range(8)]
-    two = groups(replace(asked([131_072], 2), argument="team=8+split=all"))
-    assert two.tokens.tolist() == [8192] * 16
+    """On one node a rank keeps neighbouring rows of few documents; rows of a document on two nodes are on all ranks."""
+
+    def owners(lengths: list[int], nodes: int) -> list[set[int]]:
+        runs = groups(replace(asked(lengths, nodes), argument="team=8+split=all")).runs
+        ends = np.cumsum([0, *lengths])
+        return [set(runs.rank[(runs.start < stop) & (runs.stop > start)].tolist()) for start, stop in pairwise(ends)]
+
+    assert owners([8192] * 8, 1) == [{rank} for rank in range(8)]
+    assert owners([12_288, 4096, 40_960, 8192], 1) == [{0, 1}, {1}, {2, 3, 4, 5, 6}, {7}]
+    long, *others = owners([200_000, *[3000] * 20], 2)
+    assert long == set(range(16)) and all(len(few) <= 2 for few in others)

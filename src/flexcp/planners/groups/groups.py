@@ -73,7 +73,6 @@ CLEARLY_LONGER = 5
 """Settings whose estimated time is this many per cent above the least one are left out."""
 WORTH_CUTTING = 400
 """A slack below the usual one is only tried if the estimated time is shorter by more than one part in this many."""
-HUGE = 1 << 62
 FEW_RANKS = 4
 """On several nodes, ``auto`` also tries teams of one rank if the heaviest document needs at most this many ranks."""
 WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
@@ -138,15 +137,13 @@ def _worth_placing(
         pieces, time, pours = find_pieces(request, priced, each.team, each.slack, poured, each.split == "all")
         if not any(_same(pieces, other) for _, other, _ in found):
             found.append((each, pieces, time))
-    least = {team: min(time for each, _, time in found if each.team == team) for team in {e.team for e, _, _ in found}}
-    usual = {each.team: time for each, _, time in reversed(found) if each.slack == USUAL_SLACK}
     for each, pieces, time in found:
-        if coupled(request) and len(found) > 1:
-            if time * 100 > least[each.team] * (100 + CLEARLY_LONGER):
-                continue
-            if each.slack < USUAL_SLACK and time * WORTH_CUTTING > usual.get(each.team, HUGE) * (WORTH_CUTTING - 1):
-                continue
-        yield each, pieces
+        others = [(other, taken) for other, _, taken in found if other.team == each.team]
+        usual = next((taken for other, taken in others if other.slack == USUAL_SLACK), None)
+        longer = time * 100 > min(taken for _, taken in others) * (100 + CLEARLY_LONGER)
+        gains_little = usual is not None and time * WORTH_CUTTING > usual * (WORTH_CUTTING - 1)
+        if not coupled(request) or not (longer or (each.slack < USUAL_SLACK and gains_little)):
+            yield each, pieces
 
 
 def _same(a: Pieces, b: Pieces) -> bool:

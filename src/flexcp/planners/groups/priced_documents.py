@@ -73,15 +73,17 @@ def _own_copies(request: Request) -> int:
         return 0
     both = (own_bytes(request.shape, backward) for backward in (False, True))
     size = sum(2 * precise + final for final, precise in both) * MILLION
-    return size * 1000 // copy_mbps(request.cluster) // _million_pairs_ns(request)
+    return size * 1000 // copy_mbps(request.cluster) // sum(million_pairs_ns(request))
 
 
-def _million_pairs_ns(request: Request) -> int:
-    """Return the nanoseconds of a million pairs of all heads on one rank, forward and backward; at least 1."""
+def million_pairs_ns(request: Request) -> tuple[int, int]:
+    """Return the nanoseconds of a million pairs of all heads on one rank, (forward, backward); each at least 1."""
     alone = replace(request.cluster, nodes=1, ranks_per_node=1, speeds=())
     pairs = np.array([request.shape.heads * MILLION], np.int64)
-    known = (request.shape, alone)
-    return max(1, int(sum(request.cost.attention_ns(pairs, *known, backward)[0] for backward in (False, True))))
+    forward, backward = (
+        max(1, int(request.cost.attention_ns(pairs, request.shape, alone, way)[0])) for way in (False, True)
+    )
+    return forward, backward
 
 
 def _exchange(request: Request, team: int) -> int:
@@ -100,4 +102,4 @@ def _exchange(request: Request, team: int) -> int:
     # Bytes of a million tokens, without those that the rank itself keeps.
     travelling, copying = (size * MILLION * (team - 1) // team for size in (inputs + results, copied))
     ns = int(cost.link_ns(np.array([travelling], np.int64), cluster.intra_mbps)[0])
-    return (ns + copying * 1000 // copy_mbps(cluster)) // _million_pairs_ns(request)
+    return (ns + copying * 1000 // copy_mbps(cluster)) // sum(million_pairs_ns(request))

@@ -170,44 +170,54 @@ def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ran
 
 
 def _kept_by_teams(pieces: Pieces, split: Ranges, size: int, held: Ints) -> list[tuple[Ints, Ints, Ints]]:
-    """Return (rank, start, stop) of the stream ranges ``split``, which teams of ``size`` ranks keep; ``held`` are the
-    tokens that ranks have already.
+    """Return (rank, start, stop) of the stream ranges ``split``, which teams of ``size`` ranks keep.
 
-    Documents of a team are laid end to end over its ranks: a rank that keeps more of a document can compute more before
-    anything arrives. Documents that other teams share are spread over all ranks instead, so that all of them send what
-    crosses nodes.
+    ``held`` are the tokens that ranks have already. Documents of a team are laid end to end over its ranks: a rank that
+    keeps more of a document can compute more before anything arrives. Documents that other teams share are spread over
+    all ranks instead, so that all of them send what crosses nodes.
     """
-    first, tokens = pieces.first[split.piece], split.stop - split.start
-    document = pieces.document[split.piece]
-    shared = np.bincount(pieces.document)[document] > 1
-    given, spread_out = (sums(first[way], tokens[way], len(held)) for way in (slice(None), shared))
-    # In the row of each team's first rank: the cumulative shares of its ranks, in all its tokens and in those spread.
-    shares, spread_shares = np.zeros((2, len(held), size + 1), np.int64)
-    for begin in np.unique(first).tolist():
+    team, tokens = pieces.first[split.piece], split.stop - split.start
+    shared = np.bincount(pieces.document)[pieces.document[split.piece]] > 1
+    given, in_shared = (sums(team[some], tokens[some], len(held)) for some in (slice(None), shared))
+    # In the row of each team's first rank: the cumulative shares of its ranks in all tokens of the team.
+    shares = np.zeros((len(held), size + 1), np.int64)
+    for begin in np.unique(team).tolist():
         shares[begin, 1:] = np.cumsum(_levelled(held[begin : begin + size], int(given[begin])))
-        spread_shares[begin] = shares[begin] * spread_out[begin] // max(1, given[begin])
-    member = np.arange(size)
-    at = first[shared]
-    borders = split.start[shared, None] + tokens[shared, None] * shares[at] // given[at][:, None]
-    rank = np.broadcast_to(at[:, None] + member, (len(at), size))
-    found = [(rank.reshape(-1), borders[:, :-1].reshape(-1), borders[:, 1:].reshape(-1))]
-    # One axis for all teams, on which the documents of a team lie between the borders of its ranks.
-    axis = split.take(~shared)
-    order = np.argsort(first[~shared], kind="stable")
-    axis, at, length = axis.take(order), first[~shared][order], tokens[~shared][order]
-    end = np.cumsum(length)
-    teams, begins = np.unique(at, return_index=True)
-    offset = (end - length)[begins]
-    low = (offset[:, None] + (shares - spread_shares)[teams]).reshape(len(teams), size + 1)
-    owner = (teams[:, None] + member).reshape(-1)
-    lo, hi = low[:, :-1].reshape(-1), low[:, 1:].reshape(-1)
-    some = lo < hi
-    owner, lo, hi = owner[some], lo[some], hi[some]
-    piece, part = overlaps(end - length, end, lo, hi)
-    shift = axis.start[piece] - (end - length)[piece]
-    start, stop = np.maximum((end - length)[piece], lo[part]) + shift, np.minimum(end[piece], hi[part]) + shift
-    found.append((owner[part], start, stop))
-    return found
+    whole = np.maximum(given, 1)[:, None]
+    spread_out = _spread_over_teams(split.take(shared), team[shared], shares, whole)
+    laid = _laid_over_teams(split.take(~shared), team[~shared], shares - shares * in_shared[:, None] // whole)
+    return [spread_out, laid]
+
+
+def _spread_over_teams(split: Ranges, team: Ints, shares: Ints, whole: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (rank, start, stop) of ranges of which each rank of a range's team keeps its share, ``shares / whole``."""
+    tokens = split.stop - split.start
+    borders = split.start[:, None] + tokens[:, None] * shares[team] // whole[team]
+    rank = team[:, None] + np.arange(shares.shape[1] - 1)
+    return rank.reshape(-1), borders[:, :-1].reshape(-1), borders[:, 1:].reshape(-1)
+
+
+def _laid_over_teams(split: Ranges, team: Ints, shares: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (rank, start, stop) of ranges that are laid end to end over the ranks of their teams.
+
+    ``shares`` are cumulative tokens, in the row of each team's first rank.
+    """
+    order = np.argsort(team, kind="stable")
+    split, team = split.take(order), team[order]
+    # One axis for all teams, on which ranges follow each other, and so do the ranks that keep them.
+    stop = np.cumsum(split.stop - split.start)
+    start = stop - (split.stop - split.start)
+    teams, first = np.unique(team, return_index=True)
+    borders = start[first][:, None] + shares[teams]
+    rank = (teams[:, None] + np.arange(shares.shape[1] - 1)).reshape(-1)
+    low, high = borders[:, :-1].reshape(-1), borders[:, 1:].reshape(-1)
+    piece, keeper = overlaps(start, stop, low, high)
+    shift = (split.start - start)[piece]
+    return (
+        rank[keeper],
+        np.maximum(start[piece], low[keeper]) + shift,
+        np.minimum(stop[piece], high[keeper]) + shift,
+    )
 
 
 def _levelled(held: Ints, tokens: int) -> Ints:

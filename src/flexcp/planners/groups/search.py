@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.cost import CostModel
-from flexcp.planners.groups.priced_documents import PricedDocuments
+from flexcp.planners.groups.priced_documents import PricedDocuments, million_pairs_ns
 from flexcp.planners.groups.rows import Pieces
 from flexcp.planners.request import Request
 
@@ -66,7 +65,7 @@ def find_pieces(
     node, room = request.cluster.ranks_per_node, request.token_cap or 0
     costs = (priced.token, priced.exchange.get(team, 0))
     settings = np.array([node, team, max(1, 100 // slack), poured, split_all, room, *costs], np.int64)
-    forward = forward_share(request.cost)
+    forward = forward_share(request)
     found: list[tuple[int, int, Ints, Ints]] = []
     pours = False
     for weight in _weights(request, team, forward):
@@ -99,9 +98,9 @@ def _step_time(times: Ints, forward: int, layers: int) -> int:
     return max(int((first + second).max()), int(first.max()) * (layers - 1) // layers + int(second.max()))
 
 
-def forward_share(cost: CostModel) -> int:
-    """Return the share of the forward in the time of attention, per mille; its backward has 5 products instead of 2."""
-    forward, backward = 2 * cost.backward_efficiency, 5 * cost.forward_efficiency
+def forward_share(request: Request) -> int:
+    """Return the share of the forward in the time of attention, per mille."""
+    forward, backward = million_pairs_ns(request)
     return WHOLE * forward // (forward + backward)
 
 
