@@ -3,10 +3,12 @@
 A rank enters slot s when it has computed slot s - 1 and all messages of stage s have arrived, those it sends as well as
 those it receives, because a grouped call ends only when all its transfers have. In the slot it unpacks what it
 received, packs and posts the stages that the plan posts there one after the other (``opens[s]`` to ``opens[s + 1]``,
-usually just stage s + 1), and computes. A chunk may start when both its ranks have posted its stage and when the
-sender's outgoing and the receiver's incoming port of its level are free; it holds both ports until it arrives. If
-several chunks may start, the first in order does. So a port is never idle while a chunk could use it. With the rule
-IN_LINE, a sender takes its chunks strictly in order and waits for the receiver of the first one.
+usually just stage s + 1), and computes. The stages of a rank travel one after the other, as NCCL runs the calls of a
+group: a rank *opens* a stage when it has posted it and all its chunks of earlier stages have arrived. A chunk may start
+when both its ranks have opened its stage and when the sender's outgoing and the receiver's incoming port of its level
+are free; it holds both ports until it arrives. If several chunks may start, the first in order does. So a port is never
+idle while a chunk could use it. With the rule IN_LINE, a sender takes its chunks strictly in order and waits for the
+receiver of the first one.
 
 While chunks of a rank are under way, its compute takes ``pace[SLOW, rank, slot]`` per mille of the usual time. A chunk
 that starts while one of its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of the usual time; if both ranks
@@ -19,9 +21,9 @@ for each port ``queue[OUT or IN]``. A rank has a port inside its node and a port
 ranks may share a port. The queue of a port is the places HEAD to TAIL, in the order of stages. Each place has a chunk,
 ``chunk_at[OUT or IN, place]``, and each chunk has a place on both sides, ``place[OUT or IN, chunk]``. If ranks have
 hundreds of messages, searching the queues takes most of the time. A search therefore reads only
-``waits[OUT or IN, place]``: the stage that has to be posted (FOR) and the port at the other end of the chunk (AT). Once
+``waits[OUT or IN, place]``: the stage that has to be open (FOR) and the port at the other end of the chunk (AT). Once
 a chunk has started, AT is the port NOBODY, which is never free. OPEN is the stage up to which the ranks of a free port
-have posted, or BUSY.
+have opened stages, or BUSY; OPENED_UP_TO is the same for a port that is not free.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ MOST_CHUNKS = 1 << WHOM
 LATENCY, IN_LINE, RULES = range(3)
 SLOW, LINK = range(2)
 PACK, TAKE_IN = range(2)
-SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROWS = range(9)
+SLOT, STAGE_POSTED, STAGE_OPEN, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROWS = range(10)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
-OPEN, HEAD, TAIL, POSTED_UP_TO, QUEUE_ROWS = range(5)
+OPEN, HEAD, TAIL, OPENED_UP_TO, QUEUE_ROWS = range(5)
 BUSY = -1
 NOBODY = -1  # index of the last port of the table, which belongs to no rank
 FOR, AT, WAITS_ROWS = range(3)
@@ -103,26 +105,40 @@ def run_events(
             while takes_part[number, stage] == 0:
                 stage += 1
             rank[number, STAGE_POSTED] = stage
-            for level in range(2):
-                for side in range(2):
-                    port = ports[level, number]
-                    post(port, side, stage, queue)
-                    start_one(port, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
+            if missing[number, rank[number, STAGE_OPEN]] == 0:
+                rank[number, STAGE_OPEN] = stage
+                open_stage(number, now, rank, chunk, ports, queue, waits, chunk_at, place, rule, pace, events)
         else:
             out, into = chunk[number, PORT_OUT], chunk[number, PORT_IN]
             source, target, stage = chunk[number, SOURCE], chunk[number, TARGET], chunk[number, STAGE]
             chunk[number, END] = now
-            queue[OUT, out, OPEN] = queue[OUT, out, POSTED_UP_TO]
-            queue[IN, into, OPEN] = queue[IN, into, POSTED_UP_TO]
+            queue[OUT, out, OPEN] = queue[OUT, out, OPENED_UP_TO]
+            queue[IN, into, OPEN] = queue[IN, into, OPENED_UP_TO]
             change_pace(source, -1, now, rank, pace, events)
             change_pace(target, -1, now, rank, pace, events)
             for r in (source, target):
                 missing[r, stage] -= 1
                 if missing[r, stage] == 0 and rank[r, COMPUTING] == 0 and rank[r, SLOT] == stage - 1:
                     go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
+            for r in (source, target):
+                if missing[r, stage] == 0 and stage < rank[r, STAGE_POSTED]:
+                    rank[r, STAGE_OPEN] = stage + 1
+                    while takes_part[r, rank[r, STAGE_OPEN]] == 0:
+                        rank[r, STAGE_OPEN] += 1
+                    open_stage(r, now, rank, chunk, ports, queue, waits, chunk_at, place, rule, pace, events)
             start_one(out, OUT, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
             start_one(into, IN, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
     return begin, end
+
+
+@compiled_leaf
+def open_stage(r, now, rank, chunk, ports, queue, waits, chunk_at, place, rule, pace, events):
+    """Let chunks of the stage that rank ``r`` has just opened start, where ports are free."""
+    for level in range(2):
+        for side in range(2):
+            port = ports[level, r]
+            open_port(port, side, rank[r, STAGE_OPEN], queue)
+            start_one(port, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
 
 
 @compiled_leaf
@@ -189,20 +205,20 @@ def change_pace(r, change, now, rank, pace, events):
 
 
 @compiled_leaf
-def post(p, side, stage, queue):
-    """Note that a rank of port ``p`` has posted ``stage``; a free port becomes open for chunks of this stage."""
-    queue[side, p, POSTED_UP_TO] = max(queue[side, p, POSTED_UP_TO], stage)
+def open_port(p, side, stage, queue):
+    """Note that a rank of port ``p`` has opened ``stage``; a free port becomes open for chunks of this stage."""
+    queue[side, p, OPENED_UP_TO] = max(queue[side, p, OPENED_UP_TO], stage)
     if queue[side, p, OPEN] != BUSY:
-        queue[side, p, OPEN] = queue[side, p, POSTED_UP_TO]
+        queue[side, p, OPEN] = queue[side, p, OPENED_UP_TO]
 
 
 @compiled_leaf
 def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events):
     """Start the first chunk in the queue of port ``p`` that can start, if there is one."""
-    posted = queue[side, p, OPEN]
+    opened = queue[side, p, OPEN]
     for at in range(queue[side, p, HEAD], queue[side, p, TAIL]):
         stage = waits[side, at, FOR]
-        if stage > posted:
+        if stage > opened:
             return
         if stage <= queue[1 - side, waits[side, at, AT], OPEN]:
             c = chunk_at[side, at]
@@ -217,11 +233,11 @@ def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pa
 def can_start(c, rank, chunk, queue, place, rule):
     """Return whether a chunk whose ports are free may start.
 
-    Both its ranks must have posted its stage, and with the rule IN_LINE it must be first in its sender's queue.
+    Both its ranks must have opened its stage, and with the rule IN_LINE it must be first in its sender's queue.
     """
-    posted = min(rank[chunk[c, SOURCE], STAGE_POSTED], rank[chunk[c, TARGET], STAGE_POSTED])
+    opened = min(rank[chunk[c, SOURCE], STAGE_OPEN], rank[chunk[c, TARGET], STAGE_OPEN])
     turn = rule[IN_LINE] == 0 or queue[OUT, chunk[c, PORT_OUT], HEAD] == place[OUT, c]
-    return turn and posted >= chunk[c, STAGE]
+    return turn and opened >= chunk[c, STAGE]
 
 
 @compiled_leaf
