@@ -86,6 +86,16 @@ class Cluster:
         return round(preset.memory * 1000)
 
     @property
+    def writes_results_once(self) -> bool:
+        """Whether attention on such a rank writes each complete row of its output once, in the model's dtype.
+
+        The fast kernel on Hopper does (:mod:`flexcp.executor.run.finished_rows`); with other kernels outputs are
+        accumulated in memory that is cleared before, and rounded at the end. False if not a preset. Only the simulator
+        uses this, for copies.
+        """
+        return self.name in _PRESETS and _PRESETS[self.name].hopper
+
+    @property
     def node_spans_hosts(self) -> bool:
         """Whether a node consists of several hosts joined by fast links, as in a GB200 rack; False if not a preset."""
         return self.name in _PRESETS and _PRESETS[self.name].spans_hosts
@@ -104,7 +114,7 @@ class _Preset:
 
     ``tflops`` is dense bf16 TFLOP/s, ``intra`` and ``inter`` are GB/s in one direction inside a node and across nodes,
     ``latency`` is microseconds per transfer, ``memory`` is the memory bandwidth in GB/s. ``spans_hosts`` says that a
-    node consists of several hosts.
+    node consists of several hosts, ``hopper`` that the fast kernel for NVIDIA's Hopper chips runs.
     """
 
     tflops: float
@@ -114,6 +124,7 @@ class _Preset:
     memory: float
     ranks_per_node: int = 8
     spans_hosts: bool = False
+    hopper: bool = False
 
 
 # Latencies are our own estimate of a grouped point-to-point call, not a published figure.
@@ -123,12 +134,12 @@ _PRESETS: dict[str, _Preset] = {
     "a100": _Preset(312, 300, 6.25, 10, 2039),
     # NVIDIA H100 SXM data sheet: 989 TFLOP/s, memory 3,350 GB/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s
     # ConnectX-7 a GPU.
-    "h100": _Preset(989, 450, 50, 10, 3350),
+    "h100": _Preset(989, 450, 50, 10, 3350, hopper=True),
     # NVIDIA H200 SXM data sheet: compute and links of an H100, memory 4,800 GB/s.
-    "h200": _Preset(989, 450, 50, 10, 4800),
+    "h200": _Preset(989, 450, 50, 10, 4800, hopper=True),
     # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. The network,
     # 200 Gb/s a GPU, is our assumption.
-    "h20": _Preset(148, 450, 25, 10, 4000),
+    "h20": _Preset(148, 450, 25, 10, 4000, hopper=True),
     # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for
     # 72 GPUs; 400 Gb/s a GPU between racks. Here a node is one NVLink domain, of 18 hosts.
     "gb200": _Preset(2500, 900, 50, 10, 8000, ranks_per_node=72, spans_hosts=True),

@@ -27,7 +27,7 @@ def test_sums_are_those_of_the_table(count: int) -> None:
     stop, h1 = start + draw.integers(1, 50, count), h0 + draw.integers(1, 5, count)
 
     columns = (stage, source, target, kind, owner, start, stop, h0, h1, partial)
-    pack, take_in, launches, complete = sum_copies(*columns, KINDS, np.array([RANKS, STAGES]))
+    pack, take_in, launches, complete, adds = sum_copies(*columns, KINDS, np.array([RANKS, STAGES]))
 
     tokens, is_result, own = (stop - start) * (h1 - h0), KINDS[kind, 3] == 1, source == target
     wire = tokens * KINDS[kind, partial]
@@ -39,6 +39,7 @@ def test_sums_are_those_of_the_table(count: int) -> None:
     taken = np.where(own, lies, wire) + np.where(copied, wire, 2 * lies)
     for rank in range(RANKS):
         assert complete[rank] == (lies + wire)[laid & (target == rank)].sum()
+        assert adds[rank] == (is_result & (partial == 1) & (owner == target) & (target == rank)).any()
         for s in range(STAGES):
             sent, came = (source == rank) & (stage == s), (target == rank) & (stage == s)
             assert pack[rank, s] == (lies + wire)[sent & ~own].sum()

@@ -30,11 +30,12 @@ def sum_copies(
     partial: Ints,
     kinds: Ints,
     sizes: Ints,
-) -> tuple[Ints, Ints, Ints, Ints]:
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Return three tables ``[rank, stage]``: bytes copied to pack, bytes copied to unpack, launches to unpack.
 
     The fourth result is, for each rank, the bytes of the results that it lays, as they came and as they would be in the
-    accumulator's dtype together: what it need not read and write when it rounds its results.
+    accumulator's dtype together: what it need not read and write when it rounds its results. The fifth is 1 for ranks
+    that add results from others to their own.
 
     The columns ``stage`` to ``partial`` are those of the transfers, sorted by stage, then source. Row k of ``kinds``
     describes kind k of piece (see the module's docstring); ``sizes`` holds the numbers of ranks and stages. One launch
@@ -44,7 +45,7 @@ def sum_copies(
     shape = (sizes[0], sizes[1])
     pack, take_in, launches = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     copies, merged = np.zeros(shape, np.uint8), np.full(shape, -1, np.int64)  # any copied yet; last sender of others
-    complete = np.zeros(sizes[0], np.int64)
+    complete, adds = np.zeros(sizes[0], np.int64), np.zeros(sizes[0], np.int64)
     for i in range(len(stage)):
         s, a, b, k = stage[i], source[i], target[i], kind[i]
         tokens = (stop[i] - start[i]) * (h1[i] - h0[i])
@@ -53,6 +54,8 @@ def sum_copies(
         copied = result == 0 or (partial[i] == 0 and owner[i] == b)
         if result == 1 and copied:
             complete[b] += shelf + wire
+        if result == 1 and not copied and owner[i] == b:
+            adds[b] = 1
         take_in[b, s] += wire if copied else 2 * shelf
         if a == b:
             take_in[b, s] += shelf
@@ -65,4 +68,4 @@ def sum_copies(
         if not copied and merged[b, s] != a:
             merged[b, s] = a
             launches[b, s] += 1
-    return pack, take_in, launches, complete
+    return pack, take_in, launches, complete, adds

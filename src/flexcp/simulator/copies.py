@@ -18,15 +18,18 @@ memory:
     a rank's own piece          taken in from its own shelf, if the plan copies it to another one
     results of a new shelf      written once, in the accumulator's dtype
     a rank's own results        written once like this in the first slot, unless all of them are laid; those not
-                                laid are read like this in the last slot and written in the model's dtype
+                                laid are read like this in the last slot and written in the model's dtype; nothing of
+                                this in a forward whose kernel writes them once (below)
     ==========================  =================================================================
 
 Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs and lays its results,
 and one adds the results of each message, because results must be added in a fixed order. A program of one stage is only
 an attention kernel. What attention itself reads and writes is part of attention's time.
 
-This is more than the executor copies in one case: in a forward whose results are all computed here or arrive complete,
-fast kernels write own results once, so that nothing is cleared or rounded.
+The fast kernel on Hopper writes each own row of a forward's output once, when it is complete
+(:mod:`flexcp.executor.run.finished_rows`). On such a cluster (``Cluster.writes_results_once``) own outputs of a rank
+are neither cleared nor rounded, unless results of others are added to them or the rank has pads, which no kernel
+writes.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.clusters import Cluster
+from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.plan.slots import pass_inputs
@@ -83,16 +87,26 @@ def find_copies(
         return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
     kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), IS_OUTPUT])
     columns = (getattr(t, name) for name in t.names())
-    pack, take_in, launches, laid = sum_copies(*columns, kinds, np.array([ranks, stages]))
+    pack, take_in, launches, laid, adds = sum_copies(*columns, kinds, np.array([ranks, stages]))
     inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
     take_in += _cleared(inputs, ranks, stages, backward, shape)
     if stages > 1:
         final, precise = own_bytes(shape, backward)
         tokens = plan.placement.tokens
         rounded = np.maximum(tokens * (precise + final) - laid, 0)
+        if plan.cluster.writes_results_once and not backward:
+            rounded[(adds == 0) & ~_has_pads(plan.placement)] = 0
         take_in[:, 0] += np.where(rounded > 0, tokens * precise, 0)
         take_in[:, -1] += rounded
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
+
+
+def _has_pads(placement: Placement) -> NDArray[np.bool_]:
+    """Return whether each rank keeps pads (tokens of no document, which make the tokens of ranks equal)."""
+    runs = placement.runs
+    found = np.zeros(placement.ranks, bool)
+    found[runs.rank[runs.stop > placement.batch.tokens]] = True
+    return found
 
 
 def copy_mbps(cluster: Cluster) -> int:

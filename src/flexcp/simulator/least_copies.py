@@ -2,7 +2,8 @@
 
 The costs are those of :mod:`flexcp.simulator.copies`, but no stages are known yet. Inputs and results are read and
 written at both ends, as if all results arrived complete and were laid. A rank's own results are cleared, and those that
-were not laid are read and rounded. The starts of kernels are left out. Ranks do nothing else while they copy, so a
+were not laid are read and rounded, except in forwards of a cluster whose kernels write them once. The starts of kernels
+are left out. Ranks do nothing else while they copy, so a
 predicted time plus this time is closer to the event simulator than the prediction alone.
 """
 
@@ -29,8 +30,10 @@ def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> In
         results = join_flows([moves.dkv_hops, moves.relayed, moves.gradients, moves.outputs])
         (out, into), (back, home) = (_bytes(flows, found) for flows in (inputs, results))
         size = 2 * (out + into + back + home)
-        if size.any():  # otherwise the pass is a single kernel without copies
-            final, precise = own_bytes(shape, backward=number % 2 == 1)
+        backward = number % 2 == 1
+        copies_own = backward or not found.cluster.writes_results_once
+        if size.any() and copies_own:  # a pass in which nothing moves is a single kernel without copies
+            final, precise = own_bytes(shape, backward)
             laid = home * (precise + final) // final
             size += placement.tokens * precise + np.maximum(placement.tokens * (precise + final) - laid, 0)
         copied += times * size

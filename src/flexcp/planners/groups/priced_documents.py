@@ -71,7 +71,8 @@ def _own_copies(request: Request) -> int:
     """
     if request.ranks == 1:
         return 0
-    both = (own_bytes(request.shape, backward) for backward in (False, True))
+    passes = (True,) if request.cluster.writes_results_once else (False, True)
+    both = (own_bytes(request.shape, backward) for backward in passes)
     size = sum(2 * precise + final for final, precise in both) * MILLION
     return size * 1000 // copy_mbps(request.cluster) // sum(million_pairs_ns(request))
 
