@@ -231,12 +231,8 @@ def common_degree(
 
 
 def attention_only(request: Request) -> Request:
-    """Return the request of attention alone: only attention takes time, and all ranks keep equally many tokens.
-
-    If the request has a layout, tokens stay where it puts them.
-    """
-    free = request.layout is None
-    return replace(request, cost=without_linear(request.cost), equal_tokens=free, training=None)
+    """Return the request of attention alone: nothing else takes time."""
+    return replace(request, cost=without_linear(request.cost), training=None)
 
 
 def _asked(request: Request) -> Request:
