@@ -140,7 +140,7 @@ def test_nothing_alive_shares_a_byte(case: tuple[str, tuple[int, int], list[int]
 
 
 def test_relays_and_several_stages_share_no_byte() -> None:
-    plan = planned("groups:team=1", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128)
+    plan = planned("groups:team=1", 2, 4, [16_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128)
     stages = [program.stages for program in plan.programs[0]]
     relayed = [(t.source != t.owner) & (t.kind == 1) for t in (p.transfers for p in plan.programs[0])]
     assert min(stages) >= 3, "the example must be staged"
@@ -309,7 +309,7 @@ def test_kept_keys_are_worked_on_from_the_start_and_own_work_ends_it() -> None:
 
 def test_relayed_keys_may_be_kept() -> None:
     plan = planned(
-        "groups:team=1", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128, keep_kv=1 << 40
+        "groups:team=1", 2, 4, [16_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128, keep_kv=1 << 40
     )
     t = plan.programs[0][0].transfers
     assert plan.programs[0][1].keys_kept and ((t.source != t.owner) & (t.kind == Kind.KV)).any()

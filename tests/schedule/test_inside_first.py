@@ -45,6 +45,12 @@ def planned(request: Request, placement: Placement) -> tuple[list[MaskAnalysis],
     return found, make_plan(placement, *how, "x", analysis=found)
 
 
+def never(*_: object) -> stages.Stages:
+    """Return stages that are never chosen, in the place of those whose inputs are all posted first."""
+    nothing = np.zeros(1, np.int64)
+    return stages.Stages(nothing, nothing, nothing, nothing[:, None], contended_ns=1 << 60)
+
+
 @pytest.mark.parametrize("name", ["half", "video"])
 def test_inside_first_is_faster_by_events_where_it_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = placed(name)
@@ -59,7 +65,8 @@ def test_inside_first_is_faster_by_events_where_it_is_taken(name: str, monkeypat
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_between_the_ends_everything_crosses_nodes(backward: bool) -> None:
+def test_between_the_ends_everything_crosses_nodes(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis, "inputs_first", never)
     found, plan = planned(*placed("half"))
     chosen = (found[0].backward if backward else found[0].forward).stages
     assert chosen.inside_first
@@ -103,6 +110,7 @@ def test_work_on_keys_of_the_node_is_counted_pair_by_pair() -> None:
 
 
 def test_other_ways_that_might_be_faster_are_left_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis, "inputs_first", never)
     found, _ = planned(*placed("half"))
     chosen = found[0].backward.stages
     assert chosen.inside_first and in_other_stages(found, backward=True) is None

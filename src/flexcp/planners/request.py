@@ -82,7 +82,8 @@ class Request:
         """The most slots by which messages may be posted before the slot that waits for them.
 
         A pass runs in slots, in each of which a rank waits for messages, posts later ones and computes. The number is
-        2, or 1 if memory is limited, because messages under way take memory.
+        2, or 1 if memory is limited, because messages under way take memory. If it is 2, inputs may even be posted all
+        at once, before the first slot's work.
         """
         return 2 if self.max_memory_per_rank is None else 1
 

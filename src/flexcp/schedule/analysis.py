@@ -17,8 +17,8 @@ receives in all layers of the mask fits into the memory that is left. So all ran
 tokens are so scattered that they must be assembled first (``assemble_own``), keys always travel again.
 
 Keys that are relayed inside a node cross nodes only once, but the relay needs a stage of its own. If a placement may
-relay, it is analysed with and without relays, as if keys travelled again in the backward, and the way with the shorter
-time under contention is taken (contention: transfers slow down the work beside them).
+relay, it is analysed with and without relays, as if keys travelled again in the backward, and relays are used if the
+time under contention is clearly shorter with them (contention: transfers slow down the work beside them).
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement, Regions
 from flexcp.schedule.flows import Moves, needed_moves
+from flexcp.schedule.inputs_first import inputs_first
 from flexcp.schedule.inside_first import inside_first, node_work
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.routes import Needs, kept_bytes, route_keys
 from flexcp.schedule.stages import (
+    FLATTERED_GRADIENTS_PERMILLE,
+    FLATTERED_PERMILLE,
+    PARTS,
     Stages,
     choose_stages,
     exchange_times,
@@ -45,6 +49,13 @@ from flexcp.schedule.stages import (
 from flexcp.schedule.thin_ends import under_contention, well_hidden
 from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, cut_regions, pass_work_ns
 from flexcp.shape import Shape
+
+FLATTERED_RELAYS_PERMILLE = 1100
+"""Keys are relayed if their time without relays is more than this, per mille of their time with relays.
+
+It is above 1000 because predictions flatter relays: these couple the ranks of a node in every stage, and the event
+simulator finds passes with relays this much slower than predicted here, compared with passes without them.
+"""
 
 
 class PassAnalysis(NamedTuple):
@@ -74,7 +85,8 @@ def analyse(
     """Return the analysis of every mask of the batch, in order; ``placement.traffic.kind`` must be ``"needed"``.
 
     ``keep_kv`` is how many bytes of received keys and values a rank may keep for the backward, over all layers.
-    ``most_ahead`` is the most slots by which the messages of a stage may be posted before the slot that waits for them.
+    ``most_ahead`` is the most slots by which the messages of a stage may be posted before the slot that waits for them;
+    if it is more than 1, all inputs may be posted in the first slot.
     """
     relay = placement.traffic.relay and not placement.assemble_own
     left = np.full(placement.ranks, 0 if placement.assemble_own else keep_kv, np.int64)
@@ -88,7 +100,8 @@ def analyse(
         one = _staged(Needs(q, route_keys(keys, shape, cluster, relay)), work, False, *known)
         if len(one.needs.keys.relays):
             straight = _staged(Needs(q, route_keys(keys, shape, cluster, False)), work, False, *known)
-            one = min(one, straight, key=_contended_ns)
+            if _contended_ns(straight) * 1000 <= _contended_ns(one) * FLATTERED_RELAYS_PERMILLE:
+                one = straight
         if left.any():
             spent = mask.layers * kept_bytes(one.needs.keys, shape, cluster)
             if spent.any() and (spent <= left).all():
@@ -134,8 +147,12 @@ def _staged(
             known = (cluster, cost, backward, rest_of_layer * (1 + backward))
             stages = under_contention(stages, needs, work[backward], times, peers, *known, may_be_thin)
             if of_nodes is not None and not well_hidden(stages, work[backward], known[-1]):
-                another = inside_first(of_nodes, work[backward], moves[backward], peers, shape, *known)
-                stages = faster_way(stages, another)
+                found = (of_nodes, work[backward], moves[backward], peers, shape, *known)
+                if of_nodes.inside:
+                    stages = faster_way(stages, inside_first(*found), FLATTERED_PERMILLE)
+                if may_be_thin and (of_nodes.near < PARTS).any():
+                    up_to = FLATTERED_GRADIENTS_PERMILLE if backward else 1000
+                    stages = faster_way(stages, inputs_first(*found), up_to)
         passes.append(PassAnalysis(work[backward], moves[backward], stages))
     return MaskAnalysis(needs, keys_kept, *passes)
 

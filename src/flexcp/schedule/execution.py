@@ -44,6 +44,19 @@ from flexcp.schedule.work import Work
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
+
+
+class Posting(NamedTuple):
+    """When the stages of a program are posted.
+
+    ``ahead[s]`` is how many slots before slot s that is, and ``beside[s]`` is the slot whose work stage s is expected
+    to travel beside.
+    """
+
+    ahead: Ints
+    beside: Ints
+
+
 Sent = tuple[Messages, Ints, Ints]
 """The messages of a program, the stage of each exchange and its level: see :func:`flexcp.plan.rounds.find_messages`."""
 WORTH_PERMILLE = 970
@@ -60,15 +73,15 @@ def with_execution(
     cost: CostModel,
     backward: bool,
     most_ahead: int = 2,
-    early: int = 0,
+    posting: Posting | None = None,
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
     """Return the program with its execution chosen: how each stage's messages are issued, how early, and the margins.
 
     ``work[rank, slot]`` is in nanoseconds. ``most_ahead`` is the most slots by which the messages of a stage may be
-    posted before the slot that waits for them. If the program has a stage ``early`` (0: none), that stage is posted two
-    slots ahead in any case, and all others one. ``wishes.rounds_per_call``, if not 0, is used for every stage. With
-    latents, nothing of this is looked at: see the module.
+    posted before the slot that waits for them. With ``posting``, it is not chosen here when stages are posted.
+    ``wishes.rounds_per_call``, if not 0, is used for every stage. With latents, nothing of this is looked at: see the
+    module.
     """
     stages = program.stages
     if wishes.rounds_per_call or not cost.crowding:
@@ -83,13 +96,18 @@ def with_execution(
     across[:, :-1] = crosses_only(program, sent, cluster)[:, 1:]
     rows = contention_rows(cost, across, backward)
     ahead = np.ones(stages, np.int64)
-    if 0 < early < stages:
-        ahead[early] = 2
-        beside[:, early - 2] += beside[:, early - 1]
-        beside[:, early - 1] = 0
+    if posting is not None:
+        ahead, moved = posting.ahead, np.zeros_like(beside)
+        np.add.at(moved.T, posting.beside[1:], beside.T[:-1])
+        beside = moved
     elif most_ahead > 1:
         ahead, beside = _posted_early(program, work, beside, rows)
-    return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, rows)))
+    margin = _margins(work, beside, rows)
+    if posting is not None:
+        # Transfers may still be under way in slots after all work; what is copied there leaves them as much room.
+        last = int(np.flatnonzero(work.any(axis=0)).max(initial=0))
+        margin[last:] = margin[last]
+    return replace(program, execution=Execution(rounds, ahead, margin))
 
 
 # --- how long ---------------------------------------------------------------------------------------------------------

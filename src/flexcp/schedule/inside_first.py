@@ -52,11 +52,13 @@ class NodeWork(NamedTuple):
     """How each rank's work on received keys is divided between keys of its own node and keys of other nodes.
 
     ``near`` is the share of the work on keys of its own node, in parts of ``PARTS``; ``again`` is the work of one more
-    pass over the rows that also read keys of other nodes, in (query, key) pairs x query heads.
+    pass over the rows that also read keys of other nodes, in (query, key) pairs x query heads. ``inside`` says whether
+    anything is exchanged inside nodes.
     """
 
     near: Ints
     again: Ints
+    inside: bool
 
 
 def node_work(
@@ -64,17 +66,14 @@ def node_work(
 ) -> NodeWork | None:
     """Return how work is divided between keys of the own node and of other nodes.
 
-    Return None if a pass cannot be cut in this way: keys are relayed, queries cross nodes, no keys travel, or all that
-    travels are keys that cross nodes.
+    Return None if a pass cannot be cut in this way: keys are relayed, queries cross nodes, or no keys travel.
     """
     keys, size = needs.keys.first, cluster.ranks_per_node
     crossing = keys.owner // size != keys.rank // size
     if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
         return None
-    if crossing.all() and len(needs.q) == 0:
-        return None
     if not crossing.any():
-        return NodeWork(np.full(cluster.ranks, PARTS), np.zeros(cluster.ranks, np.int64))
+        return NodeWork(np.full(cluster.ranks, PARTS), np.zeros(cluster.ranks, np.int64), True)
     of_node = count_pairs(placement, regions, cuts, homes_of(placement, np.arange(cluster.ranks) // size)).own
     heads = regions.h1 - regions.h0
     here = pairs.own + (0 if pairs.at_keys is None else pairs.at_keys)
@@ -82,7 +81,8 @@ def node_work(
     reads = sums(keys.rank, crossing.astype(np.int64), cluster.ranks) > 0
     tiles = cost.row_tiles_work(regions.q1 - regions.q0) * (pairs.all > of_node) * heads
     found = near * PARTS // np.maximum(rest, 1)
-    return NodeWork(np.where(reads, found, PARTS), sums(regions.rank, tiles, cluster.ranks))
+    inside = len(needs.q) > 0 or not crossing.all()
+    return NodeWork(np.where(reads, found, PARTS), sums(regions.rank, tiles, cluster.ranks), inside)
 
 
 def inside_first(
@@ -105,19 +105,26 @@ def inside_first(
     from flexcp.schedule.compiled_contention import inside_then_across
 
     near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)
-    there, back = (_by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
+    there, back = (by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
     rest, home = work.rest - work.at_keys, exchange_ns(moves.outputs, cluster, cost)
     ways = cuts_across(backward) if (near < PARTS).any() else [(0, PARTS)]
     table = np.array([(*way, *(PARTS,) * (MOST_ACROSS + 1 - len(way))) for way in ways], np.int64)
     known = (rest_of_layer, contention_table(cost, backward), peers.source, peers.senders)
     times, held = inside_then_across(work.own, rest, near, again, work.at_keys, there, back, home, table, *known)
-    found = [_stages(near, ways[row], held[row], int(times[row])) for row in np.flatnonzero(times >= 0)]
+    found = [stages_of(near, ways[row], held[row], int(times[row])) for row in np.flatnonzero(times >= 0)]
     best, *others = sorted(found, key=lambda stages: stages.contended_ns)  # stable: of equal ones the first
     return best._replace(others=tuple(others[:NEXT_BEST]))
 
 
-def _stages(near: Ints, way: tuple[int, ...], held: Ints, contended_ns: int) -> Stages:
-    """Return the stages of one way to cut the keys that cross nodes; ``near`` is that of :class:`NodeWork`."""
+def stages_of(near: Ints, way: tuple[int, ...], held: Ints, contended_ns: int, inside: bool = True) -> Stages:
+    """Return the stages of one way to cut the keys that cross nodes; ``near`` is that of :class:`NodeWork`.
+
+    Without ``inside``, nothing comes from the same node, and there is no stage for it.
+    """
+    if not inside:
+        number = np.where(near < PARTS, len(way) - 1, 1)
+        borders = np.where(near[:, None] < PARTS, np.array(way), np.array([0] + [PARTS] * (len(way) - 1)))
+        return Stages(number, held, held, borders, contended_ns=contended_ns)
     borders = np.zeros((len(near), len(way) + 1), np.int64)
     borders[:, 1:] = near[:, None] + (PARTS - near)[:, None] * np.array(way) // PARTS
     number = np.where(near < PARTS, len(way), 1)
@@ -130,14 +137,20 @@ def cuts_across(backward: bool) -> list[tuple[int, ...]]:
     Each has up to ``MOST_ACROSS`` parts, each ``RATIOS`` times as large as its neighbour: in the forward the first part
     is the smallest, in the backward the last.
     """
-    found: list[tuple[int, ...]] = [(0, PARTS)]
-    for count, ratio in product(range(2, MOST_ACROSS + 1), RATIOS):
-        sizes = [ratio ** (count - 1 - i if backward else i) for i in range(count)]
-        found.append(tuple(PARTS * before // sum(sizes) for before in accumulate(sizes, initial=0)))
-    return found
+    counts = range(2, MOST_ACROSS + 1)
+    return [(0, PARTS), *(cut_in_parts(count, ratio, backward) for count, ratio in product(counts, RATIOS))]
 
 
-def _by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
+def cut_in_parts(count: int, ratio: float, backward: bool) -> tuple[int, ...]:
+    """Return the borders of ``count`` parts, in ``PARTS``, each ``ratio`` times as large as its smaller neighbour.
+
+    In the forward the first part is the smallest, in the backward the last.
+    """
+    sizes = [ratio ** (count - 1 - i if backward else i) for i in range(count)]
+    return tuple(int(PARTS * before / sum(sizes)) for before in accumulate(sizes, initial=0))
+
+
+def by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
     """Return ``[across, rank]``: nanoseconds that the flows inside nodes (0) and across nodes (1) take each rank."""
     size = cluster.ranks_per_node
     across = flows.source // size != flows.target // size

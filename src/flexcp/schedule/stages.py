@@ -20,30 +20,22 @@ If the keys of the forward are kept for the backward, only moved queries travel 
 parts, each one slot earlier, and the gradients follow. All own work is then at the end, unless queries arrive.
 
 A planner may wish for stages of its own (:class:`flexcp.plan.placement.Divisions`); then only the share of own work is
-chosen here.
-
-The parts are cut from a rank's pieces in the order of their owners' distance, separately inside and across nodes, so
-that both ports are busy in every stage and different ranks receive from different owners. The distance inside a node
-counts first: otherwise, all ranks of a node that read the tokens of another node would begin with its first rank. What
-is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage later, and its gradients take one stage more.
+chosen here. What is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage later, and its gradients
+take one stage more.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.distinct import distinct
-from flexcp.arrays.intervals import overlaps, spread
-from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.plan.placement import Divisions, Placement
+from flexcp.plan.placement import Placement
 from flexcp.schedule.flows import Moves, exchange_ns, join_flows
-from flexcp.schedule.needs import Pieces
 from flexcp.schedule.routes import Needs
 from flexcp.schedule.work import Work
 
@@ -65,10 +57,13 @@ FLATTERED_PERMILLE = 1012
 It is above 1000 because predictions flatter the other stages: these have transfers inside nodes beside most of their
 work, and the event simulator finds them this much slower than predicted here.
 """
+FLATTERED_GRADIENTS_PERMILLE = 1060
+"""A backward whose inputs are all posted first is chosen up to this time, per mille of the time of other stages.
+
+Predictions flatter the others: there ranks wait for each other's gradients more often than predicted here.
+"""
 UNSURE_PERMILLE = 1020
 """A way to cut that was not chosen is worth simulating if its time is at most this, per mille of the chosen one's."""
-CUT_TOKENS = 128
-"""Pieces are cut at multiples of this many tokens, so that kernels have few incomplete tiles."""
 
 
 class Stages(NamedTuple):
@@ -77,10 +72,12 @@ class Stages(NamedTuple):
     A stage is a part of a rank's inputs that travels while the rank works on the part before. Stage s (from 1) is what
     lies between ``borders[rank, s - 1]`` and ``borders[rank, s]``, in parts of ``PARTS``. ``held`` is how much of its
     own work a rank holds back until after the stages, per mille. ``thin_ends`` says that the stages are cut as in
-    :mod:`flexcp.schedule.thin_ends`. ``across_borders`` are the borders of what crosses nodes, in parts of ``PARTS``,
-    if the stages are cut as in :mod:`flexcp.schedule.inside_first`; otherwise there are none. ``ns`` is the time of
-    each rank, and ``contended_ns`` how long a layer takes under contention (transfers slow down the work beside them),
-    0 if it was not computed. ``others`` are the ways to cut that were considered and not chosen, each in its best form.
+    :mod:`flexcp.schedule.thin_ends`, and ``inputs_first`` that all inputs are posted before any work
+    (:mod:`flexcp.schedule.inputs_first`). ``across_borders`` are the borders of what crosses nodes, in parts of
+    ``PARTS``, if the first stage brings everything from the same node (:mod:`flexcp.schedule.inside_first`); otherwise
+    there are none. ``ns`` is the time of each rank, and ``contended_ns`` how long a layer takes under contention
+    (transfers slow down the work beside them), 0 if it was not computed. ``others`` are the ways to cut that were
+    considered and not chosen, each in its best form.
     """
 
     number: Ints
@@ -88,6 +85,7 @@ class Stages(NamedTuple):
     ns: Ints
     borders: Ints
     thin_ends: bool = False
+    inputs_first: bool = False
     across_borders: tuple[int, ...] = ()
     contended_ns: int = 0
     others: tuple[Stages, ...] = ()
@@ -98,13 +96,13 @@ class Stages(NamedTuple):
         return bool(self.across_borders)
 
 
-def faster_way(stages: Stages, inside_first: Stages) -> Stages:
+def faster_way(stages: Stages, another: Stages, up_to_permille: int = 1000) -> Stages:
     """Return whichever of two ways to cut is faster under contention, with the ways that were not chosen in ``others``.
 
-    ``inside_first`` is preferred up to ``FLATTERED_PERMILLE``, and gets the ``ns`` of ``stages``.
+    ``another`` is chosen if its time is at most ``up_to_permille`` of that of ``stages``, and gets its ``ns``.
     """
-    ways = [way._replace(ns=stages.ns, others=()) for way in (inside_first, *inside_first.others)]
-    if inside_first.contended_ns * 1000 <= stages.contended_ns * FLATTERED_PERMILLE:
+    ways = [way._replace(ns=stages.ns, others=()) for way in (another, *another.others)]
+    if another.contended_ns * 1000 <= stages.contended_ns * up_to_permille:
         return ways[0]._replace(others=(*ways[1:], stages._replace(others=()), *stages.others))
     return stages._replace(others=(*ways, *stages.others))
 
@@ -331,76 +329,3 @@ def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster
     ns += np.where(slots > 0, np.where(waits, each, np.maximum(each, out)), 0)
     ns += np.maximum(slots - 1, 0) * np.maximum(each, out)
     return Stages(number, held, ns + np.maximum(second, last), equal_borders(number))
-
-
-def cut_into_stages(
-    keys: Pieces, borders: Ints, cluster: Cluster, across_borders: tuple[int, ...] = ()
-) -> tuple[Pieces, Ints, Ints]:
-    """Cut key pieces by the borders of each rank's stages; return (parts, the stage of each, the piece of each).
-
-    Stages are numbered from 1, and the piece of a part is its row in ``keys``. With ``across_borders``, the first stage
-    has all pieces from the same node, and the other stages have the rest, cut by these borders.
-    """
-    if borders.shape[1] == 2:
-        return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
-    size = cluster.ranks_per_node
-    across = (keys.owner // size != keys.rank // size).astype(np.int64)
-    # The distance inside nodes comes first, so that ranks of a node that read the same owners begin with different
-    # ones.
-    inside, nodes = (keys.owner - keys.rank) % size, (keys.owner // size - keys.rank // size) % cluster.nodes
-    order = np.lexsort((keys.h0, keys.start, nodes, inside, across, keys.rank))
-    port, keys = (2 * keys.rank + across)[order], keys.take(order)
-    amount = keys.amount
-    total = sums(port, amount, 2 * cluster.ranks)[port]
-    before = np.cumsum(amount) - amount
-    before -= before[np.searchsorted(port, port)]
-    of_port = _borders_by_level(across_borders)[port % 2] if across_borders else borders[keys.rank]
-    cuts = -(-total[:, None] * of_port // PARTS)
-    first, last = ((at[:, None] >= cuts[:, 1:-1]).sum(axis=1) for at in (before, before + amount - 1))
-    piece, within = spread(last - first + 1)
-    stage = first[piece] + within
-    keys = keys.take(piece)
-    start, stop = (_cut_at(keys, cuts[piece, s] - before[piece]) for s in (stage, stage + 1))
-    real = start < stop
-    return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
-
-
-def _borders_by_level(across_borders: tuple[int, ...]) -> Ints:
-    """Return the borders ``[across, border]`` in ``PARTS`` for pieces from the same node (0) and from other nodes (1).
-
-    Pieces from the same node are all in the first stage; pieces that cross nodes are in the others.
-    """
-    found = np.full((2, len(across_borders) + 1), PARTS, np.int64)
-    found[:, 0] = 0
-    found[1, 1:] = across_borders
-    return found
-
-
-def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
-    """Cut key pieces into the stages that a planner wishes for; return (parts, the stage of each, the piece of each).
-
-    Stages are numbered from 1, and the piece of a part is its row in ``keys``.
-    """
-    block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
-    span = int(placement.tokens.max())  # one axis for all owners, on which different ones touch but do not overlap
-    order = np.argsort(owner * span + start, kind="stable")
-    block, low, high = block[order], (owner * span + start)[order], (owner * span + stop)[order]
-    piece, at = overlaps(keys.owner * span + keys.start, keys.owner * span + keys.stop, low, high)
-    stage = divisions.stage[keys.rank[piece], block[at]]
-    first = np.append(True, (piece[1:] != piece[:-1]) | (stage[1:] != stage[:-1]))[: len(piece)]
-    last = np.append(first[1:], True)[: len(piece)]
-    parts = keys.take(piece[first])
-    begin = np.maximum(parts.start, (low[at] % span)[first])
-    end = np.minimum(parts.stop, (high[at] - owner[order][at] * span)[last])
-    return replace(parts, start=begin, stop=end), stage[first], piece[first]
-
-
-def _cut_at(keys: Pieces, amount: Ints) -> Ints:
-    """Return the token of each piece before which about ``amount`` tokens x heads of it lie.
-
-    It is a multiple of ``CUT_TOKENS`` after the start of the piece, or an end of the piece.
-    """
-    length = keys.stop - keys.start
-    tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)
-    whole = (tokens + CUT_TOKENS // 2) // CUT_TOKENS * CUT_TOKENS
-    return keys.start + np.where((tokens == 0) | (tokens == length), tokens, np.minimum(whole, length))

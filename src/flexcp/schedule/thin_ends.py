@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
+from flexcp.plan.program import Program
+from flexcp.schedule.execution import Posting
 from flexcp.schedule.routes import Needs
 from flexcp.schedule.stages import MOST_STAGES, PARTS, ExchangeTimes, Peers, Stages, slots_of
 from flexcp.schedule.work import Work
@@ -68,9 +70,16 @@ def contention_table(cost: CostModel, backward: bool) -> Ints:
     return np.array([[(*row.compute(backward), row.link) for row in way] for way in ways], np.int64)
 
 
-def early_stage(stages: Stages) -> int:
-    """Return the stage whose messages are posted two slots before the slot that waits for them, or 0 for none."""
-    return 3 if stages.thin_ends and stages.borders.shape[1] == 4 else 0
+def early_posting(stages: Stages, program: Program) -> Posting | None:
+    """Return when the stages of a program with thin ends are posted, or None if its stages are posted as usual.
+
+    The third stage is posted two slots before the slot that waits for it, all others one.
+    """
+    if not stages.thin_ends or stages.borders.shape[1] != 4 or program.stages < 4:
+        return None
+    ahead = np.ones(program.stages, np.int64)
+    ahead[3] = 2
+    return Posting(ahead, np.arange(program.stages) - ahead)
 
 
 def under_contention(

@@ -30,11 +30,13 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.schedule.analysis import MaskAnalysis, analyse
-from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execution
+from flexcp.schedule.execution import Posting, needed_work_ns, static_work_ns, with_execution
+from flexcp.schedule.inputs_first import posting, stage_home
 from flexcp.schedule.needs import Pieces
+from flexcp.schedule.parts import cut_by_divisions, cut_into_stages, shares_are_long
 from flexcp.schedule.routes import Needs
-from flexcp.schedule.stages import Stages, cut_by_divisions, cut_into_stages
-from flexcp.schedule.thin_ends import early_stage
+from flexcp.schedule.stages import Stages
+from flexcp.schedule.thin_ends import early_posting
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -55,15 +57,16 @@ def make_plan(
     ``strategy`` is the name of the strategy that made the placement; the plan only records it. ``keep_kv`` is how many
     bytes of received keys and values a rank may keep for the backward, over all layers, so that they are not sent
     again. ``most_ahead`` is the most slots by which the messages of a stage may be posted before the slot that waits
-    for them; 1 needs less memory than 2, because fewer messages are under way at a time. ``analysis`` is what
-    :func:`flexcp.schedule.analysis.analyse` returned for the same arguments; without it, it is computed here.
-    ``keep_kv`` and ``analysis`` are used only if ``placement.traffic.kind`` is ``"needed"``.
+    for them; 1 needs less memory than 2, because fewer messages are under way at a time. If it is more than 1, all
+    inputs may be posted in the first slot. ``analysis`` is what :func:`flexcp.schedule.analysis.analyse` returned for
+    the same arguments; without it, it is computed here. ``keep_kv`` and ``analysis`` are used only if
+    ``placement.traffic.kind`` is ``"needed"``.
     """
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
         masks = analysis or analyse(placement, shape, cluster, cost, keep_kv, most_ahead)
-        pairs = [_needed_programs(found, own_stage, placement, cluster) for found in masks]
+        pairs = [_needed_programs(found, own_stage, placement, how) for found in masks]
         work = [
             [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
             for pair, found in zip(pairs, masks, strict=True)
@@ -76,12 +79,26 @@ def make_plan(
             for mask, (forward, backward) in enumerate(pairs)
         ]
         masks = []
-    early = [[early_stage(one.stages) for one in found[2:]] for found in masks] or [[0, 0]] * len(pairs)
     programs = []
-    for (forward, backward), (there, back), (soon, late) in zip(pairs, work, early, strict=True):
-        first = with_execution(forward, there, *how, False, most_ahead, soon, placement.wishes)
-        programs.append((first, with_execution(backward, back, *how, True, most_ahead, late, placement.wishes)))
+    for number, (pair, of_pair) in enumerate(zip(pairs, work, strict=True)):
+        found = masks[number] if masks else None
+        first, second = (
+            with_execution(program, ns, *how, way, most_ahead, _posting(found, program, way), placement.wishes)
+            for way, program, ns in zip((False, True), pair, of_pair, strict=True)
+        )
+        programs.append((first, second))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
+
+
+def _posting(found: MaskAnalysis | None, program: Program, backward: bool) -> Posting | None:
+    """Return when the stages of a mask's program are posted, or None if that is chosen stage by stage.
+
+    Without the analysis of the mask (``found``), its traffic is that of a static method.
+    """
+    if found is None:
+        return None
+    stages = (found.backward if backward else found.forward).stages
+    return posting(stages, program, backward) if stages.inputs_first else early_posting(stages, program)
 
 
 def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (), keys_kept: bool = False) -> Program:
@@ -101,17 +118,19 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
 
 
 def _needed_programs(
-    found: MaskAnalysis, own_stage: int, placement: Placement, cluster: Cluster
+    found: MaskAnalysis, own_stage: int, placement: Placement, how: tuple[Shape, Cluster, CostModel]
 ) -> tuple[Program, Program]:
     """Return the forward and the backward program of a mask whose placement has needed traffic."""
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
-            borders, across_borders = one.stages.borders, one.stages.across_borders
-            cut = cut_into_stages(found.needs.keys.first, borders, cluster, across_borders)
+            stages, (keys, relays) = one.stages, found.needs.keys
+            # Keys that are kept stay as the forward cut them.
+            in_shares = shares_are_long(keys, stages, *how, bool(backward) and not found.keys_kept)
+            cut = cut_into_stages(keys, stages.borders, how[1], stages.across_borders, in_shares, len(relays) > 0)
         else:
             cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)
-        parts = _staged(found.needs, one.stages, cut, cluster, bool(backward), found.keys_kept)
+        parts = _staged(found.needs, one.stages, cut, how[1], bool(backward), found.keys_kept)
         held = tuple(one.stages.held.tolist()) if one.stages.held.any() else ()
         programs.append(_program(parts, own_stage, held, found.keys_kept and bool(backward)))
     return programs[0], programs[1]
@@ -123,10 +142,10 @@ def _staged(
     """Return the transfers of one direction of a mask with needed traffic, each with its stage.
 
     Queries travel in stage 1, keys in the stages of ``cut``, relays one stage later, and results two stages after the
-    slot that completed them, or later with ``chosen.thin_ends`` or ``chosen.inside_first``. ``cut`` are the parts of
-    the key pieces, the stage of each and the piece of each. Queries arrive first, so the work on the keys of a stage is
-    done in the slot of that stage. Keys that are ``kept`` do not travel again in the backward: they are there one slot
-    earlier than in the forward, and the work on them is done then, or when the queries have arrived.
+    slot that completed them, or later with ``chosen.thin_ends``, ``inside_first`` or ``inputs_first``. ``cut`` are the
+    parts of the key pieces, the stage of each and the piece of each. Queries arrive first, so the work on the keys of a
+    stage is done in the slot of that stage. Keys that are ``kept`` do not travel again in the backward: they are there
+    one slot earlier than in the forward, and the work on them is done then, or when the queries have arrived.
     """
     q, (first, relays) = needs.q, needs.keys
     keys, stage, piece = cut
@@ -147,6 +166,8 @@ def _staged(
         last = np.maximum(last, chosen.number)
         size = cluster.ranks_per_node
         home = np.where(keys.owner // size == keys.rank // size, last[keys.rank] + 2, home)
+    if chosen.inputs_first:
+        home = stage_home(chosen, slot, backward)
     parts = [] if there else [_transfers_of(keys, Kind.KV, stage, keys.owner, keys.rank)]
     if len(relays):
         # Every relay passes on all parts of its piece.
@@ -166,6 +187,8 @@ def _staged(
     if len(q):
         parts.append(_transfers_of(q, Kind.Q, 1, q.owner, q.rank))
         done = last[q.rank] + 2
+        if chosen.inputs_first:
+            done = stage_home(chosen, np.full_like(done, chosen.number.max()), backward)
         parts.append(_transfers_of(q, Kind.DQ if backward else Kind.O, done, q.rank, q.owner, q.partial))
         if backward:
             parts.append(_transfers_of(q, Kind.DO, 1, q.owner, q.rank))
