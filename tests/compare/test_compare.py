@@ -38,9 +38,7 @@ def test_all_strategies_stand_side_by_side() -> None:
         assert found.speed_up(row) == pytest.approx(best.ns / row.ns)
         assert row.simulation is not None and row.simulation.optimality >= 1
         assert row.simulation.step is None and row.simulation.attention_ns == row.ns
-        # Where attention alone is compared, all ranks keep equally many tokens.
-        tokens = row.simulation.plan.placement.tokens
-        assert tokens.max() == tokens.min()
+        assert row.simulation.plan.placement.pads == 0 or row.is_static
     assert found.predict_error < 0.6
 
 

@@ -33,6 +33,7 @@ from flexcp.planners.published.pow2 import pow2
 from flexcp.planners.published.ranges import refuse_tiny_parts
 from flexcp.planners.published.wlb import wlb
 from flexcp.planners.request import Refused, Request
+from flexcp.schedule import analysis
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 
@@ -135,8 +136,9 @@ def test_refused_arguments(strategy: Strategy, argument: str, message: str) -> N
 # --- minheap ----------------------------------------------------------------------------------------------------------
 
 
-def test_minheap_with_a_relay_crosses_to_a_node_once() -> None:
+def test_minheap_with_a_relay_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With relays the same ranks compute the same rows, and fewer bytes cross nodes: at most all keys once."""
+    monkeypatch.setattr(analysis, "FLATTERED_RELAYS_PERMILLE", 0)
     plans = {text: planned(minheap, asked([4096], 8, nodes=2, argument=text)) for text in ("256", "256,relay")}
     node = np.arange(8) // 4
     across = {text: int(plan.bytes()[node[:, None] != node].sum()) for text, plan in plans.items()}

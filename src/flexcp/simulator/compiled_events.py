@@ -101,9 +101,7 @@ def run_events(
             elif now == rank[number, FORESEEN] and rank[number, COMPUTING] == 1:  # slowed down since this was pushed
                 foresee(number, rank, events)
         elif what == POSTED:
-            stage = rank[number, STAGE_POSTED] + 1
-            while takes_part[number, stage] == 0:
-                stage += 1
+            stage = next_stage(number, rank[number, STAGE_POSTED], takes_part)
             rank[number, STAGE_POSTED] = stage
             if missing[number, rank[number, STAGE_OPEN]] == 0:
                 rank[number, STAGE_OPEN] = stage
@@ -122,13 +120,20 @@ def run_events(
                     go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
             for r in (source, target):
                 if missing[r, stage] == 0 and stage < rank[r, STAGE_POSTED]:
-                    rank[r, STAGE_OPEN] = stage + 1
-                    while takes_part[r, rank[r, STAGE_OPEN]] == 0:
-                        rank[r, STAGE_OPEN] += 1
+                    rank[r, STAGE_OPEN] = next_stage(r, stage, takes_part)
                     open_stage(r, now, rank, chunk, ports, queue, waits, chunk_at, place, rule, pace, events)
             start_one(out, OUT, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
             start_one(into, IN, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
     return begin, end
+
+
+@compiled_leaf
+def next_stage(r, stage, takes_part):
+    """Return the next stage after ``stage`` in which rank ``r`` sends or receives anything; there must be one."""
+    stage += 1
+    while takes_part[r, stage] == 0:
+        stage += 1
+    return stage
 
 
 @compiled_leaf
