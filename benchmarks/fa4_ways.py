@@ -5,9 +5,13 @@
 The work is that of real plans (``plans.npz`` is made by ``python benchmarks/gpu.py --plans plans.npz --make-plans``)
 and four sparse masks of 16,384 tokens. *Blocks* is FlashAttention-4 with block lists and a mask function that reads up
 to four ranges of keys per row, one call for each list. *Varlen* (forward only; its backward would overwrite dk and dv
-of keys that several items share) is its call for several documents: items are put into as few calls as keep rows apart,
-and merging the results of several calls is not counted. Ours are the lists as the executor runs them, and for the
-sparse masks :func:`flexcp.slice_attention`.
+of keys that several items share) is its call for several documents: items are put into as few calls as keep rows apart.
+Ours are the lists as the executor runs them, and for the sparse masks :func:`flexcp.slice_attention`.
+
+Our lists leave one result for each row. The calls of FlashAttention-4 leave as many as there are calls with keys for
+the row, so each way is also timed with a launch that merges outputs by their LSEs, or adds up dq, in rows with several
+results (:mod:`lib.partial_results`; *merged*). dk and dv, which different lists may have for the same keys, are not
+added up here. Merged outputs are compared with those of our lists.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import gpu
 from flexcp.executor.kernels import Settings
@@ -58,7 +63,7 @@ def sparse_row(name: str) -> dict[str, Any]:
     listed = Listed(made.slices(), made.tokens, made.tokens, 0, heads.heads, 0, heads.heads)
     ours, theirs = b._op_calls(made, x), BlockLists([listed])
     flops = heads.flops(made.pairs()) / 1e9
-    row: dict[str, Any] = {"work": name, "difference": theirs.difference(ours)}
+    row: dict[str, Any] = {"work": name, "difference": theirs.difference_of_op(ours)}
     for way, times in (("forward", 1.0), ("backward", b.BACKWARD)):
         ms = b.timed({"ours": getattr(ours, way), "blocks": getattr(theirs, way)}, 3)
         row[way] = {who: times * flops / t for who, t in ms.items()}
@@ -73,91 +78,164 @@ def plan_row(made: dict[str, Any], data: str, ranks: int) -> dict[str, Any]:
         for seed in SEEDS:
             for rank in range(0, ranks, ranks // RANKS):
                 lists = gpu.rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
-                ours, blocks = RankLists("cute", lists, bool(backward)), BlockLists(lists)
-                calls = {"ours": partial(ours.run, Settings(SIZE**-0.5)), "blocks": getattr(blocks, way)}
+                ours, settings = RankLists("cute", lists, bool(backward)), Settings(SIZE**-0.5)
+                ways: dict[str, BlockLists | VarlenLists] = {"blocks": BlockLists(lists)}
                 if not backward:
-                    calls["varlen"] = VarlenLists(lists).forward
+                    ways["varlen"] = VarlenLists(lists)
+                    row["difference"] = max(row.get("difference", 0.0), *(x.difference(ours) for x in ways.values()))
+                calls = {"ours": partial(ours.run, settings)}
+                for who, x in ways.items():
+                    calls |= {who: getattr(x, way), f"{who} merged": partial(x.merged, bool(backward))}
                 for who, ms in b.timed(calls, 2, 20.0).items():
                     rates.setdefault(who, []).append(ours.flops / ms / 1e9)
         row[way] = {who: float(np.mean(x)) for who, x in rates.items()}
         row[f"{way} samples"] = len(rates["ours"])
-        best = np.max([rates[who] for who in rates if who != "ours"], axis=0)
-        row[f"{way} ratio"] = float(np.mean(np.array(rates["ours"]) / best))
+        for name, chosen in (("ratio", ("blocks", "varlen")), ("ratio merged", ("blocks merged", "varlen merged"))):
+            best = np.max([rates[who] for who in chosen if who in rates], axis=0)
+            row[f"{way} {name}"] = float(np.mean(np.array(rates["ours"]) / best))
     return row
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of FlashAttention-4, ready to be timed."""
+    """A call of FlashAttention-4, ready to be timed; it writes to the same tensors every time.
+
+    ``h0`` is its first head among those of the query shelf number ``shelf``, which has ``shelf_heads``. ``touched``
+    says which rows it has results for.
+    """
 
     forward: Callable[[], Any]
-    backward: Callable[[], Any]
+    backward: Callable[[], Any] | None
+    shelf: int
+    h0: int
+    shelf_heads: int
+    touched: Any
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None
+
+    def part(self, backward: bool) -> Any:
+        """Return what the call leaves, as a partial result."""
+        from lib.partial_results import Partial
+
+        if backward:
+            assert self.dq is not None
+            return Partial(self.dq, None, self.h0, self.touched)
+        return Partial(self.out, self.lse, self.h0, self.touched)
 
 
-class BlockLists:
+class _Lists:
+    """Calls of FlashAttention-4 that compute all work lists of a rank."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        self.calls = calls
+
+    def forward(self) -> None:
+        """Run all calls forward."""
+        for call in self.calls:
+            call.forward()
+
+    def merged(self, backward: bool) -> None:
+        """Run all calls, and put the results of rows with several of them together."""
+        for call in self.calls:
+            run = call.backward if backward else call.forward
+            assert run is not None
+            run()
+        for together in self._together[backward].values():
+            together.run()
+
+    def difference(self, ours: RankLists) -> float:
+        """Return the largest difference of merged outputs from those of our lists; raise if it is above bf16's."""
+        ours.run(Settings(SIZE**-0.5))
+        self.merged(False)
+        worst = 0.0
+        for shelf, together in self._together[0].items():
+            together.copy_single()
+            touched = np.zeros((together.out.shape[1], together.out.shape[0]), bool)
+            for x in together.parts:
+                touched[x.first_head : x.first_head + x.out.shape[1]] |= x.touched
+            seen = torch.from_numpy(touched.T).to(together.out.device)
+            error = (together.out.float() - ours.result(shelf).float()).abs().amax(-1)
+            worst = max(worst, float(error[seen].max()))
+        if not worst <= b.ALLOWED_ERROR[torch.bfloat16]:
+            raise AssertionError(f"merged outputs of FlashAttention-4 differ from ours by {worst}")
+        return worst
+
+    @cached_property
+    def _together(self) -> list[dict[int, Any]]:
+        """What puts the results of each query shelf together, forward and backward."""
+        from lib.partial_results import TogetherInto
+
+        found: list[dict[int, Any]] = [{}, {}]
+        for backward in (False, True):
+            for shelf in {x.shelf for x in self.calls if not backward or x.dq is not None}:
+                mine = [x for x in self.calls if x.shelf == shelf]
+                rows, heads, device = len(mine[0].touched), mine[0].shelf_heads, mine[0].out.device
+                out = torch.zeros(rows, heads, SIZE, dtype=torch.bfloat16, device=device)
+                lse = None if backward else torch.zeros(heads, rows, device=device)
+                found[backward][shelf] = TogetherInto([x.part(backward) for x in mine], out, lse)
+        return found
+
+
+class BlockLists(_Lists):
     """Work lists as calls of FlashAttention-4 with block lists, one for each list."""
 
     def __init__(self, lists: list[Listed]) -> None:
-        self.calls = [_blocks_call(x) for x in lists if len(x.slices)]
-
-    def forward(self) -> None:
-        """Run all lists forward."""
-        for call in self.calls:
-            call.forward()
+        super().__init__([_blocks_call(x) for x in lists if len(x.slices)])
 
     def backward(self) -> None:
         """Run all lists backward."""
         for call in self.calls:
+            assert call.backward is not None
             call.backward()
 
-    def difference(self, ours: b.Calls) -> float:
+    def difference_of_op(self, ours: b.Calls) -> float:
         """Return the largest difference of the first list's output from our op's, whose tensors have the same seed."""
-        return float((self.calls[0].forward()[0].float() - ours.forward().float()).abs().max())
+        self.calls[0].forward()
+        return float((self.calls[0].out.float() - ours.forward().float()).abs().max())
 
 
-class VarlenLists:
+class VarlenLists(_Lists):
     """Work lists as calls of FlashAttention-4 for several documents, forward only."""
 
     def __init__(self, lists: list[Listed]) -> None:
-        self.calls = [call for x in lists for call in _varlen_calls(x)]
-
-    def forward(self) -> None:
-        """Run all calls."""
-        for call in self.calls:
-            call()
+        super().__init__([call for x in lists for call in _varlen_calls(x)])
 
 
 def _tensors(x: Listed) -> Any:
-    """Return random tensors of a list's sizes; q, k and v require gradients."""
+    """Return q, k, v and the output's gradient, with the numbers that our lists have (:class:`RankLists`)."""
     heads, device = x.h1 - x.h0, torch.device("cuda", 0)
-    queries = b.random_tensors(x.rows, b.Heads(heads, max(1, heads // 4), SIZE), device)
-    keys = b.random_tensors(x.keys, b.Heads(heads, max(1, heads // 4), SIZE), device)
-    return *(t.requires_grad_() for t in (queries.q, keys.k, keys.v)), queries.do
+    shelf = b.random_tensors(x.rows, b.Heads(x.shelf_heads, max(1, x.shelf_heads // 4), SIZE), device)
+    if x.shelf_heads != heads or x.rows != x.keys:
+        keys = b.random_tensors(x.keys, b.Heads(heads, max(1, heads // 4), SIZE), device)
+    else:
+        keys = shelf
+    return (shelf.q[:, x.h0 : x.h1].contiguous(), keys.k, keys.v, shelf.do[:, x.h0 : x.h1].contiguous())
 
 
 def _blocks_call(x: Listed) -> _Call:
-    from flash_attn.cute.interface import flash_attn_func
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    q, k, v, do = _tensors(x)
+    q, k, v, do = (t[None] for t in _tensors(x))
     ranges = key_ranges(x.slices, x.rows)
     width = next(n for n in RANGES if 2 * n >= ranges.shape[1])
     padded = np.zeros((x.rows + 2 * BLOCK, 2 * width), np.int32)
     padded[: x.rows, : ranges.shape[1]] = ranges
     seen = block_counts(ranges, x.rows, x.keys)
-    options = {
-        "mask_mod": _mask(width),
-        "aux_tensors": [torch.from_numpy(padded).cuda()],
-        "block_sparse_tensors": _block_lists(seen),
-        "block_sparse_tensors_bwd": _block_lists(seen.T),
-    }
-    batch = tuple(t[None] for t in (q, k, v))
+    options = {"mask_mod": _mask(width), "aux_tensors": [torch.from_numpy(padded).cuda()]}
+    blocks, blocks_bwd = _block_lists(seen), _block_lists(seen.T)
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    lse = torch.empty(1, q.shape[2], x.rows, device=q.device)
 
-    def forward() -> Any:
-        with torch.no_grad():
-            return b._first(flash_attn_func(*batch, **options))
+    def forward() -> None:
+        _flash_attn_fwd(q, k, v, block_sparse_tensors=blocks, out=out, lse=lse, return_lse=True, **options)
 
-    out = b._first(flash_attn_func(*batch, **options))
-    return _Call(forward, lambda: torch.autograd.grad(out, (q, k, v), do[None], retain_graph=True))
+    def backward() -> None:
+        _flash_attn_bwd(q, k, v, out, do, lse, block_sparse_tensors=blocks_bwd, dq=dq, **options)
+
+    forward()
+    place = (x.shelf, x.h0, x.shelf_heads, (ranges[:, ::2] < ranges[:, 1::2]).any(axis=1))
+    return _Call(forward, backward, *place, out[0], lse[0], dq[0])
 
 
 def key_ranges(slices: Any, rows: int) -> Any:
@@ -254,9 +332,9 @@ def _items(slices: Any) -> list[tuple[bool, tuple[int, int, int, int]]]:
     return found
 
 
-def _varlen_calls(x: Listed) -> list[Callable[[], Any]]:
+def _varlen_calls(x: Listed) -> list[_Call]:
     """Return the calls of one list: causal and full items apart, and in a call no row twice."""
-    from flash_attn.cute.interface import flash_attn_varlen_func
+    from flash_attn.cute.interface import _flash_attn_fwd
 
     q, k, v, _ = _tensors(x)
     calls: list[tuple[bool, list[Any]]] = []
@@ -266,7 +344,7 @@ def _varlen_calls(x: Listed) -> list[Callable[[], Any]]:
             calls.append((causal, [item]))
         else:
             room[1].append(item)
-    made: list[Callable[[], Any]] = []
+    made: list[_Call] = []
     for causal, items in calls:
         table = np.array(items)
         starts = [np.append(table[:, c], n).astype(np.int32) for c, n in ((0, x.rows), (2, x.keys))]
@@ -274,8 +352,13 @@ def _varlen_calls(x: Listed) -> list[Callable[[], Any]]:
         sizes = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (torch.from_numpy(t).cuda() for t in starts), strict=True))
         sizes |= dict(zip(("seqused_q", "seqused_k"), (torch.from_numpy(t).cuda() for t in used), strict=True))
         most = {"max_seqlen_q": int(used[0].max()), "max_seqlen_k": int(used[1].max())}
-        run = partial(flash_attn_varlen_func, q.detach(), k.detach(), v.detach(), causal=causal, **sizes, **most)
-        made.append(run)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[1], x.rows, device=q.device)
+        results = {"out": out, "lse": lse, "return_lse": True}
+        run = partial(_flash_attn_fwd, q, k, v, causal=causal, **sizes, **most, **results)
+        touched = np.zeros(x.rows, bool)
+        for q0, q1, *_ in items:
+            touched[q0:q1] = True
+        made.append(_Call(run, None, x.shelf, x.h0, x.shelf_heads, touched, out, lse, None))
     return made
 
 

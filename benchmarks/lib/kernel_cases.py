@@ -17,6 +17,8 @@ from torch import Tensor
 
 from flexcp import masks
 from flexcp.executor.kernels import Settings, fa4_lists, find_kernel
+from flexcp.executor.kernels.dq_states import EMPTY, OTHERS, dq_states
+from flexcp.executor.run.laid_rows import NO_AREAS
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Mask
 from flexcp.measure.kernels.work import random_parents
@@ -216,7 +218,8 @@ def list_results(
     """Return the same results, computed from several lists that add to the same tensors.
 
     A random number of lists leaves dq open, if the kernel can, and in half of the cases lists write the rows that they
-    finish.
+    finish. If all of them leave dq open, it is closed into another tensor in half of the cases, of which a random part
+    comes from elsewhere.
     """
     kernel, settings = find_kernel(model.kernel), Settings(model.head_dim**-0.5, model.softcap)
     (q, k, v), (do, dlse_TH) = inputs[:3], grads
@@ -250,9 +253,16 @@ def list_results(
     delta = (out.to(q.dtype).float() * do.float()).sum(-1) - (dlse_TH.float() if dlse else 0.0)
     dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
     left_open = int(rng.integers(0, len(lists) + 1)) if hasattr(kernel, "close_dq") else 0
+    states, last = None, None
     if left_open:
         dq.fill_(torch.nan)
-        opened = kernel.open_dq(dq, lse, delta, lists[0][2])
+        added = [(part, heads) for heads, _, part in made[:left_open]]
+        states = torch.from_numpy(dq_states(*dq.shape[:2], added, NO_AREAS)).to(q.device)
+        if left_open == len(lists) and rng.integers(2):
+            last = torch.full_like(q, torch.nan)
+            elsewhere = torch.rand(states.shape, device=q.device) < 0.5
+            states[elsewhere & (states == EMPTY)], last[elsewhere] = OTHERS, 0.0
+        opened = kernel.open_dq(dq, lse, delta, lists[0][2], None if last is None else states)
     for number, (heads, groups, work) in enumerate(lists):
         back = (x[:, heads] for x in (do, lse, delta))
         own = replace(settings, open_dq=number < left_open)
@@ -260,7 +270,8 @@ def list_results(
         mine = (q[:, heads], k[:, groups], v[:, groups], *back, work, own)
         kernel.backward(*mine, dq[:, heads], dk[:, groups], dv[:, groups], **shared)
         if number + 1 == left_open:
-            kernel.close_dq(dq, settings)
+            kernel.close_dq(dq, settings, states, last)
+    dq = dq if last is None else last
     return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))
 
 

@@ -4,7 +4,8 @@ that adds to it and before anything else reads it or adds to it.
 The CPU kernel gets ``open_dq`` and ``close_dq`` functions. dq holds NaN until it is opened. While dq is open, its
 columns are reversed and halved, both of which are exact. Reading dq too early, adding to it in the wrong order, or
 closing it twice or never therefore changes the gradient; otherwise the gradient equals the plain kernel's bit for bit.
-A kernel that finishes rows closes dq into another tensor, and leaves NaN in the open one.
+A kernel that finishes rows closes dq into another tensor, and leaves NaN in the open one. It clears, closes and writes
+only what it is told that lists add to; the rest of dq stays NaN, and what messages lay in the other tensor stays.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import flexcp
 from flexcp.executor.kernels import Settings, cpu
+from flexcp.executor.kernels.dq_states import ADDED, EMPTY, OTHERS
 from flexcp.executor.run import message_layout, pass_recipe, prepared
 from flexcp.executor.run import rank_program as rank_programs
 from flexcp.executor.run.laid_rows import NO_AREAS
@@ -65,11 +67,11 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
         plain(*arguments)
         dq.copy_(dq.flip(-1) * 0.5)
 
-    def open_dq(dq: Tensor, lse: Tensor, delta: Tensor, work: Any) -> Tensor:
+    def open_dq(dq: Tensor, lse: Tensor, delta: Tensor, work: Any, states_TH: Tensor | None = None) -> Tensor:
         calls.append("clear")
         assert lse.shape == delta.shape == dq.shape[:2]
         assert dq.isnan().all(), "nothing clears it twice"
-        dq.zero_()
+        dq[states_TH == ADDED if states_TH is not None else ...] = 0.0
         return lse.clone()
 
     def uninitialised(*arguments: Any) -> dict[str, Tensor]:
@@ -78,11 +80,16 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
     def close_dq(dq: Tensor, settings: Settings) -> None:
         dq.copy_(dq.flip(-1) * 2.0)
 
-    def closed(dq: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
+    def closed(dq: Tensor, settings: Settings, states_TH: Tensor, finished_THD: Tensor | None = None) -> None:
         calls.append("close" if finished_THD is None else "finish")
         close_dq(dq, settings)
-        if finished_THD is not None:
-            finished_THD.copy_(dq)
+        assert states_TH.shape == dq.shape[:2]
+        if finished_THD is None:
+            assert not dq[states_TH != ADDED].any(), "lists add to nothing else"
+        else:
+            calls.extend(["others"] if bool((states_TH == OTHERS).any()) else [])
+            finished_THD[states_TH == ADDED] = dq[states_TH == ADDED]
+            finished_THD[states_TH == EMPTY] = 0.0
             dq.fill_(torch.nan)
 
     def sooner(program: RankProgram) -> dict[int, int]:
@@ -146,14 +153,16 @@ def test_a_dq_left_open_becomes_the_same_gradient(pool: RankPool, strategy: str,
 
 
 @pytest.mark.parametrize(
-    ("strategy", "slots", "finished"), [("ring", None, True), ("ring", 2, False), ("ulysses", None, False)]
+    ("strategy", "slots", "ends"),
+    [("ring", None, {"finish"}), ("ring", 2, {"close"}), ("ulysses", None, {"finish", "others", "close"})],
 )
 def test_a_dq_that_nobody_else_adds_to_is_closed_where_it_stays(
-    pool: RankPool, strategy: str, slots: int | None, finished: bool
+    pool: RankPool, strategy: str, slots: int | None, ends: set[str]
 ) -> None:
     found = pool.run(gradients, plan_for(4, strategy), slots, False, True, ranks=4)
     assert all(all(rank["same"]) for rank in found)
-    assert all(("finish" in rank["calls"]) == finished for rank in found if "open" in rank["calls"])
+    asked = [set(rank["calls"]) for rank in found if "open" in rank["calls"]]
+    assert asked and all(calls - {"clear", "open", "closed"} == ends for calls in asked)
 
 
 def test_deterministic_gradients_are_never_left_open(pool: RankPool) -> None:
@@ -162,7 +171,7 @@ def test_deterministic_gradients_are_never_left_open(pool: RankPool) -> None:
 
 
 def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "close_dq", lambda dq, settings: None, raising=False)
+    monkeypatch.setattr(cpu, "close_dq", lambda dq, settings, states: None, raising=False)
     monkeypatch.setattr(rank_programs, "_mark_laid", lambda shelves, slots: (NO_AREAS, NO_AREAS))
     planner = flexcp.Planner(4, 2, 128, dtype="float64", cluster=flexcp.cluster("h100", 1, 8), strategy="blocks")
     plan = planner([8000])

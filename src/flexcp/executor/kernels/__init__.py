@@ -33,12 +33,14 @@ A module may have two functions for a dq to which only its own work lists add, o
     open_dq(dq_THD, lse_TH, delta_TH, work) -> opened
         Set a dq, which may be uninitialised, to 0 before ``work``, the first list that leaves it open. The backwards of
         all lists that leave it open get the result (``opened=``) and the number of their first head among the heads of
-        that dq (``first_head=``).
-    close_dq(dq_THD, settings)
+        that dq (``first_head=``). With ``states_TH`` (:mod:`flexcp.executor.kernels.dq_states`) only what the lists add
+        to need be set.
+    close_dq(dq_THD, settings, states_TH)
         With ``settings.open_dq``, backwards may leave dq *open*, in an order and scale of the kernel's own, which is
         the same for all lists of a model and for views of some heads. This function turns an open dq into the gradient,
         in place. Call it once, before anything else reads dq or adds to it. With ``finished_THD`` (only if
-        ``FINISHES``) the gradient is written there instead, in the model's dtype.
+        ``FINISHES``) the gradient is written there instead, in the model's dtype; what comes from elsewhere, by its
+        state, is left as it is.
 
 And a module may have a function for a single list that touches every query row and whose results nothing else adds to:
 

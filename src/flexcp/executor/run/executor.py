@@ -172,9 +172,9 @@ class _PassRun:
                 self._compute(work, settings)
             if self.may_open:
                 for number in self.prepared.closes[stage]:
-                    rows = self.shelves[number]
+                    rows, states = self.shelves[number], self.prepared.dq_states[number]
                     last = {"finished_THD": rows["finished"]} if self.finishes and number == QUERIES else {}
-                    self.prepared.kernel.close_dq(rows["dq"], self.runtime.settings, **last)
+                    self.prepared.kernel.close_dq(rows["dq"], self.runtime.settings, states, **last)
             if mark is not None:
                 mark()
         self.exchange.finish()
@@ -231,7 +231,10 @@ class _PassRun:
         number = work.work.q_shelf
         if number not in self.opened:
             rows = self.shelves[number]
-            self.opened[number] = self.prepared.kernel.open_dq(rows["dq"], rows["lse"], rows["delta"], work.list)
+            # Only if dq is closed into another tensor does nothing read the rest of it.
+            states = {"states_TH": self.prepared.dq_states[number]} if self.finishes and number == QUERIES else {}
+            tensors = (rows["dq"], rows["lse"], rows["delta"])
+            self.opened[number] = self.prepared.kernel.open_dq(*tensors, work.list, **states)
         return self.opened[number]
 
 

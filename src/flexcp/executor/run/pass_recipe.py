@@ -113,11 +113,11 @@ def touched_dq(program: RankProgram) -> dict[int, int]:
 
 
 def only_lists_add_to_dq(program: RankProgram, touched: dict[int, int]) -> bool:
-    """Return whether nothing but the rank's own work lists writes dq of own rows.
+    """Return whether nothing but the rank's own work lists adds to dq of own rows; some of it may be laid.
 
     ``touched`` is the result of :func:`touched_dq`.
     """
-    return touched[QUERIES] == len(program.slots) and len(program.laid[QUERIES]) == 0
+    return touched[QUERIES] == len(program.slots)
 
 
 def covers(slices: Ints, rows: int) -> bool:

@@ -7,6 +7,7 @@ never makes the host wait. Forward and backward share a work list if their slice
 Some kernels can leave dq *open*: they add to it in a form of their own, which ``close_dq`` turns into the gradient
 (:mod:`flexcp.executor.kernels`). With such a kernel the work lists of a query shelf leave its dq open until the first
 slot in which a message reads or changes that dq; later lists add to the gradient itself. ``open_dq`` clears such a dq.
+Both functions are told which rows and heads of dq these lists add to (:mod:`flexcp.executor.kernels.dq_states`).
 Some kernels can write a row directly in the model's dtype when the last work list adds to it. For them each list of a
 forward names the rows that it is the first and the last to add to (:mod:`flexcp.executor.run.finished_rows`).
 """
@@ -16,8 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexcp.executor.kernels import find_kernel, has_triton
+from torch import Tensor
+
+from flexcp.executor.kernels import find_kernel, has_triton, uploaded
+from flexcp.executor.kernels.dq_states import dq_states
 from flexcp.executor.run.finished_rows import OwnRows
+from flexcp.executor.run.laid_rows import NO_AREAS
 from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.packing import FieldPacking, Packing
 from flexcp.executor.run.pass_recipe import LaunchRecipe, PassRecipe, only_lists_add_to_dq
@@ -56,6 +61,7 @@ class Prepared:
       open.
     - ``open_shelves``: the query shelves whose dq some launch leaves open; the first of these launches is also the
       first to add to it.
+    - ``dq_states``: for each of them, the states of its dq, ``[rows, heads]``, on the device.
     - ``sends[stage]`` and ``receives[stage]``: (peer, bytes) of each message.
     - ``kernel``: the kernel's module.
     - ``finishes``: whether the kernel writes own rows (of the output, or of dq in a backward) directly in the model's
@@ -69,6 +75,7 @@ class Prepared:
     opens: list[list[int]]
     closes: list[list[int]]
     open_shelves: frozenset[int]
+    dq_states: dict[int, Tensor]
     finishes: bool
     sends: list[list[tuple[int, int]]]
     receives: list[list[tuple[int, int]]]
@@ -117,11 +124,20 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
         recipe.opens,
         closes,
         frozenset(last),
+        {number: _dq_states(program, work, number, types) for number in last},
         finished is not None or finishes,
         recipe.sends,
         recipe.receives,
     )
     return Prepared(*ready, _packing(recipe, shape, types))
+
+
+def _dq_states(program: RankProgram, work: list[list[PreparedWork]], number: int, types: Types) -> Tensor:
+    """Return the states of a query shelf's dq, on the device."""
+    shelf = program.shelves[number]
+    lists = [(w.work.slices, w.heads) for slot in work for w in slot if w.open_dq and w.work.q_shelf == number]
+    laid = program.laid[QUERIES] if number == QUERIES else NO_AREAS
+    return uploaded(dq_states(shelf.rows, shelf.h1 - shelf.h0, lists, laid), types.device)
 
 
 def packs_by_rows(device_type: str) -> bool:

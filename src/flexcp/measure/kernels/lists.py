@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flexcp import masks
-from flexcp.executor.kernels import Settings, find_kernel
+from flexcp.executor.kernels import Settings, find_kernel, uploaded
+from flexcp.executor.kernels.dq_states import dq_states
 from flexcp.executor.run.finished_rows import finished_rows
 from flexcp.executor.run.pass_recipe import only_lists_add_to_dq, touched_dq
 from flexcp.executor.run.rank_program import RankProgram
@@ -33,7 +35,7 @@ class Listed:
     ``rows`` and ``keys`` are the numbers of tokens on its query and key shelves (buffers), ``shelf`` is the number of
     the query shelf, and ``h0`` to ``h1`` (exclusive) are its heads among the ``shelf_heads`` heads there. ``open_dq``
     tells whether that shelf's dq may stay open (in an order and scale of the kernel's own) while the list runs, and
-    ``alone`` whether nothing but the rank's lists adds to dq of own rows.
+    ``alone`` whether nothing but the rank's lists adds to dq of own rows (other results are laid where they stay).
     ``begins`` and ``finishes`` are the runs of rows that the list begins and finishes; None if the rank's lists do not
     begin and finish all of its own rows.
     """
@@ -101,9 +103,11 @@ class RankLists:
         finishes = getattr(self.module, "FINISHES", False)
         may_open = backward and hasattr(self.module, "close_dq")
         for x in lists:
-            self._add(x, finishes and not backward and x.finishes is not None, may_open)
+            own = x.shelf == QUERIES and x.finishes is not None
+            self._add(x, finishes and not backward and own, may_open)
         own_alone = all(x.alone for x in lists if x.shelf == QUERIES)
         self._opened = {x.shelf: x.shelf == QUERIES and own_alone and finishes for x in lists if x.open_dq and may_open}
+        self._states = {shelf: self._states_of([x for x in lists if x.shelf == shelf]) for shelf in self._opened}
         self._open()
 
     def run(self, settings: Settings) -> None:
@@ -117,7 +121,15 @@ class RankLists:
         self.launch(settings)
         for shelf, finishes in self._opened.items():
             last = {"finished_THD": self._shelves[shelf][2]} if finishes else {}
-            self.module.close_dq(self._shelves[shelf][3], settings, **last)
+            self.module.close_dq(self._shelves[shelf][3], settings, self._states[shelf], **last)
+
+    def result(self, shelf: int) -> Tensor:
+        """Return the output, or dq, of all rows of a query shelf, as the last run left it.
+
+        What no list adds to may hold anything.
+        """
+        _, _, rounded, result, *_ = self._shelves[shelf]
+        return rounded if self._begun[shelf] or self._opened.get(shelf, False) else result
 
     def launch(self, settings: Settings) -> None:
         """Run the lists alone, as in a slot that is neither the first nor the last."""
@@ -127,7 +139,15 @@ class RankLists:
     def _open(self) -> None:
         """Open every dq that a list leaves open."""
         for number, work in self._first.items():
-            self._shared[number] = self.module.open_dq(*self._shelves[number][3:], work)
+            states = {"states_TH": self._states[number]} if self._opened[number] else {}
+            self._shared[number] = self.module.open_dq(*self._shelves[number][3:], work, **states)
+
+    def _states_of(self, lists: list[Listed]) -> Tensor:
+        """Return the states of a shelf's dq; all that no list adds to comes from elsewhere."""
+        rows, heads = self._shelves[lists[0].shelf][0].shape[:2]
+        elsewhere = np.array([[0, heads, 0, rows]])
+        states = dq_states(rows, heads, [(x.slices, slice(x.h0, x.h1)) for x in lists if x.open_dq], elsewhere)
+        return uploaded(states, self._shelves[lists[0].shelf][0].device)
 
     def _add(self, x: Listed, finishes: bool, may_open: bool) -> None:
         """Make the tensors and the kernel call of one list, and count its FLOPs."""

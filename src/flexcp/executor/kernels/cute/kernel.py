@@ -19,7 +19,7 @@ import cutlass
 import numpy as np
 import torch
 import tvm_ffi  # noqa: F401  (compiled functions are called through it; without it this kernel cannot be imported)
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from flexcp.executor.kernels.cute.kept import kept
 from flexcp.executor.kernels.cute.levelled import levelled
 from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close, Open
+from flexcp.executor.kernels.dq_states import ADDED, EMPTY
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
 from flexcp.executor.kernels.hopper.tiles import (
@@ -388,36 +389,53 @@ class OpenRows:
     pack: int
 
 
-def open_dq(dq_THD: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork) -> OpenRows:
-    """Set a dq to 0 and return what the lists that leave it open share; ``work`` is one of them."""
+def open_dq(
+    dq_THD: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork, states_TH: Tensor | None = None
+) -> OpenRows:
+    """Set a dq to 0 and return what the lists that leave it open share; ``work`` is one of them.
+
+    With ``states`` (:mod:`flexcp.executor.kernels.dq_states`) only what lists add to is set to 0.
+    """
     if not work.heads or dq_THD.shape[1] % work.pack:
         raise ValueError(f"the heads of dq must be a multiple of {work.pack}; got {dq_THD.shape[1]}")
-    return _opened(dq_THD, lse_TH, delta_TH, work.pack, True)
+    return _opened(dq_THD, lse_TH, delta_TH, work.pack, True, states_TH)
 
 
-def _opened(dq_THD: Tensor, lse_TH: Tensor, delta_TH: Tensor, pack: int, clears: bool) -> OpenRows:
-    """Pack the statistics of all rows of dq; with ``clears``, set dq to 0."""
+def _opened(
+    dq_THD: Tensor, lse_TH: Tensor, delta_TH: Tensor, pack: int, clears: bool, states_TH: Tensor | None = None
+) -> OpenRows:
+    """Pack the statistics of all rows of dq; with ``clears``, set dq, or what lists add to of it, to 0."""
     rows, heads = lse_TH.shape
     statistics = torch.empty(2 * rows * heads + SPARE, dtype=torch.float32, device=lse_TH.device)
     if rows * heads:
         run = compiled_open(pack, clears)
         tensors = (dq_THD, lse_TH, delta_TH)
-        run(*_addresses(*tensors, statistics), rows, heads, *_strides(*tensors), _stream(lse_TH.device))
+        where = _addresses(*tensors, statistics, lse_TH if states_TH is None else states_TH)
+        some = int(states_TH is not None)
+        run(*where, rows, heads, some, *_strides(*tensors), _stream(lse_TH.device))
     return OpenRows(statistics, pack)
 
 
-def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
-    """Turn an open dq into the gradient, in place, or write the gradient to ``finished`` in that tensor's dtype."""
-    _close(dq_THD, dq_THD if finished_THD is None else finished_THD, settings)
+def close_dq(
+    dq_THD: Tensor, settings: Settings, states_TH: Tensor | None = None, finished_THD: Tensor | None = None
+) -> None:
+    """Turn an open dq into the gradient, in place, or write the gradient to ``finished`` in that tensor's dtype.
+
+    With ``states`` (:mod:`flexcp.executor.kernels.dq_states`) what lists do not add to is not read; nor is it written,
+    except that results that nothing adds to are set to 0 in ``finished``.
+    """
+    _close(dq_THD, dq_THD if finished_THD is None else finished_THD, settings, states_TH)
 
 
-def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings) -> None:
+def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings, states_TH: Tensor | None = None) -> None:
     """Write the gradient of an open dq to ``dq_THD``, which may be the same tensor."""
     rows, heads = dq_THD.shape[:2]
     if rows * heads:
         close = compiled_close(dq_THD.dtype)
-        numbers = (rows, heads, *_strides(open_THD, dq_THD), settings.scale)
-        close(*_addresses(open_THD, dq_THD), *numbers, _stream(dq_THD.device))
+        zeroes = ADDED if open_THD is dq_THD else EMPTY
+        numbers = (rows, heads, 0 if states_TH is None else zeroes, *_strides(open_THD, dq_THD), settings.scale)
+        where = _addresses(open_THD, dq_THD, dq_THD if states_TH is None else states_TH)
+        close(*where, *numbers, _stream(dq_THD.device))
 
 
 def backward_alone(
@@ -485,16 +503,16 @@ def compiled_after(dtype: torch.dtype, pack: int) -> Any:
 @cache
 def compiled_open(pack: int, clears: bool) -> Any:
     """Return the compiled :class:`Open`, which packs the statistics of rows; with ``clears`` it sets their dq to 0."""
-    pointers = [_pointer(Float32)] + [_pointer(Float32, 4)] * 3
-    numbers = [Int32(1)] * 2 + [Int64(8)] * 6
+    pointers = [_pointer(Float32)] + [_pointer(Float32, 4)] * 3 + [_pointer(Uint8, 1)]
+    numbers = [Int32(1)] * 3 + [Int64(8)] * 6
     return _compiled(Open(pack, clears), pointers, numbers, "open", pack, clears)
 
 
 @cache
 def compiled_close(dtype: torch.dtype) -> Any:
     """Return the compiled :class:`Close`, which closes an open dq and writes it in this dtype."""
-    pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
-    numbers = [Int32(1)] * 2 + [Int64(8)] * 4 + [Float32(1.0)]
+    pointers = [_pointer(Float32), _pointer(TYPES[dtype]), _pointer(Uint8, 1)]
+    numbers = [Int32(1)] * 3 + [Int64(8)] * 4 + [Float32(1.0)]
     return _compiled(Close(TYPES[dtype]), pointers, numbers, "close", dtype)
 
 

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
 
 from flexcp.executor.kernels.cute.parts import LOG2E, rounded_pair
+from flexcp.executor.kernels.dq_states import ADDED, EMPTY, OTHERS
 
 THREADS = 256
 LANES = 16  # threads that share a row of one head; each has 8 numbers of it
@@ -51,6 +52,15 @@ def vector_at(dtype, pointer, size: cutlass.Constexpr[int]):
     align = const_expr(size * dtype.width // 8)
     there = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(there, cute.make_layout(size))
+
+
+@cute.jit
+def state_of(states, number, some):
+    """Return the state of the (token, head) pair with this number; all have the state ``ADDED`` unless ``some``."""
+    found = Int32(ADDED)
+    if some != 0:
+        found = vector_at(Uint8, states + number, 1)[0].to(Int32)
+    return found
 
 
 class Before:
@@ -241,8 +251,10 @@ class Open:
         lse: cute.Pointer,
         delta: cute.Pointer,
         statistics: cute.Pointer,
+        states: cute.Pointer,
         rows: Int32,
         heads: Int32,
+        some: Int32,
         dq_row: Int64,
         dq_head: Int64,
         lse_row: Int64,
@@ -251,11 +263,14 @@ class Open:
         delta_head: Int64,
         stream: cuda.CUstream,
     ):
-        """Launch the kernel. Strides are in elements; those of ``dq`` are multiples of 16 bytes."""
+        """Launch the kernel. Strides are in elements; those of ``dq`` are multiples of 16 bytes.
+
+        With ``some``, only rows and heads to which lists add by their ``states`` are set to 0.
+        """
         at_once = THREADS // 32 * OPEN_LAPS
         programs = (rows * heads + at_once - 1) // at_once
         strides = (dq_row, dq_head, lse_row, lse_head, delta_row, delta_head)
-        self.kernel(dq, lse, delta, statistics, rows, heads, *strides).launch(
+        self.kernel(dq, lse, delta, statistics, states, rows, heads, some, *strides).launch(
             grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -266,8 +281,10 @@ class Open:
         lse: cute.Pointer,
         delta: cute.Pointer,
         statistics: cute.Pointer,
+        states: cute.Pointer,
         rows: Int32,
         heads: Int32,
+        some: Int32,
         dq_row: Int64,
         dq_head: Int64,
         lse_row: Int64,
@@ -283,9 +300,10 @@ class Open:
         nothing.fill(0.0)
         for lap in cutlass.range_constexpr(OPEN_LAPS if self.clears else 0):
             number = first + lap * warps + warp
-            if number < rows * heads:
-                at = number // heads * dq_row + number % heads * dq_head + lane * 4
-                cute.autovec_copy(nothing, vector_at(Float32, dq + at, 4))
+            if number < rows * heads:  # noqa: SIM102  (both sides of an "and" would be computed)
+                if state_of(states, number, some) == ADDED:
+                    at = number // heads * dq_row + number % heads * dq_head + lane * 4
+                    cute.autovec_copy(nothing, vector_at(Float32, dq + at, 4))
         mine = first + thread
         if thread < warps * OPEN_LAPS and mine < rows * heads:
             row, head, chunk, packed = place_of(mine, rows, heads, P)
@@ -299,7 +317,8 @@ class Open:
 class Close:
     """The kernel that closes an open dq: it puts the columns in place and scales them.
 
-    It writes to the same memory, or rounded to ``dtype`` to another tensor. A warp handles a row.
+    It writes to the same memory, or rounded to ``dtype`` to another tensor. A warp handles a row. Told the states of
+    rows (:mod:`flexcp.executor.kernels.dq_states`), it closes those to which lists add and leaves others alone.
     """
 
     def __init__(self, dtype):
@@ -310,8 +329,10 @@ class Close:
         self,
         dq: cute.Pointer,
         out: cute.Pointer,
+        states: cute.Pointer,
         rows: Int32,
         heads: Int32,
+        last_state: Int32,
         dq_row: Int64,
         dq_head: Int64,
         out_row: Int64,
@@ -321,11 +342,12 @@ class Close:
     ):
         """Launch the kernel; ``out`` may be ``dq``.
 
-        Strides are in elements; those of ``dq`` are multiples of 16 bytes.
+        Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``last_state`` is 0 without states, 1 if
+        only rows to which lists add are written, and 2 if rows to which nothing adds are set to 0 too.
         """
         at_once = THREADS // 32 * LAPS
         programs = (rows * heads + at_once - 1) // at_once
-        self.kernel(dq, out, rows, heads, dq_row, dq_head, out_row, out_head, scale).launch(
+        self.kernel(dq, out, states, rows, heads, last_state, dq_row, dq_head, out_row, out_head, scale).launch(
             grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -334,8 +356,10 @@ class Close:
         self,
         dq: cute.Pointer,
         out: cute.Pointer,
+        states: cute.Pointer,
         rows: Int32,
         heads: Int32,
+        last_state: Int32,
         dq_row: Int64,
         dq_head: Int64,
         out_row: Int64,
@@ -347,9 +371,16 @@ class Close:
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         first = cute.arch.block_idx()[0] * (warps * LAPS) + warp
         found = cute.make_rmem_tensor((4, LAPS), Float32)
+        found.fill(0.0)
+        state = cute.make_rmem_tensor(LAPS, Int32)
         for lap in cutlass.range_constexpr(LAPS):
             number = first + lap * warps
+            state[lap] = Int32(OTHERS)
             if number < rows * heads:
+                state[lap] = state_of(states, number, last_state)
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * warps
+            if state[lap] == ADDED:
                 at = number // heads * dq_row + number % heads * dq_head + lane * 4
                 cute.autovec_copy(vector_at(Float32, dq + at, 4), found[None, lap])
         # The whole row must be read before any of it is written.
@@ -365,7 +396,7 @@ class Close:
                 other = cute.arch.shuffle_sync_bfly(high if odd == 0 else low, offset=2)
                 four[i] = low if odd == 0 else other
                 four[2 + i] = other if odd == 0 else high
-            if number < rows * heads:
+            if state[lap] == ADDED or (state[lap] == EMPTY and last_state == EMPTY):
                 to = out + (number // heads * out_row + number % heads * out_head + column)
                 if const_expr(self.dtype is Float32):
                     cute.autovec_copy(four, vector_at(Float32, to, 4))
