@@ -145,9 +145,9 @@ class _Lists:
             together.run()
 
     def difference(self, ours: RankLists) -> float:
-        """Return the largest difference of merged outputs from those of our lists; raise if it is more than bf16 allows.
+        """Return the largest difference of merged outputs from those of our lists.
 
-        It is relative to the largest output if that is above 1.
+        It is relative to the largest output if that is above 1. Raises AssertionError if it is more than bf16 allows.
         """
         ours.run(Settings(SIZE**-0.5))
         self.merged(False)

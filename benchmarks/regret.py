@@ -6,7 +6,8 @@
 For each batch all strategies are planned, the kernels of every rank run one after the other, and communication is
 simulated around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best
 strategy. A plan that several strategies made is timed once, because two replays of one plan may differ by several
-percent; all plans take turns in two rounds, the second in the opposite order, and the shorter time counts. On a CPU the cost model is calibrated first, because a planner with a GPU's cost model could not be judged.
+percent; all plans take turns in two rounds, the second in the opposite order, and the shorter time counts. On a CPU the
+cost model is calibrated first, because a planner with a GPU's cost model could not be judged.
 """
 
 from __future__ import annotations

@@ -253,16 +253,16 @@ def list_results(
     delta = (out.to(q.dtype).float() * do.float()).sum(-1) - (dlse_TH.float() if dlse else 0.0)
     dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
     left_open = int(rng.integers(0, len(lists) + 1)) if hasattr(kernel, "close_dq") else 0
-    states, last = None, None
+    elsewhere: Tensor | None = None
     if left_open:
         dq.fill_(torch.nan)
         added = [(part, heads) for heads, _, part in made[:left_open]]
-        states = torch.from_numpy(dq_states(*dq.shape[:2], added, NO_AREAS)).to(q.device)
+        states = torch.from_numpy(dq_states(len(q), model.heads, added, NO_AREAS)).to(q.device)
         if left_open == len(lists) and rng.integers(2):
-            last = torch.full_like(q, torch.nan)
-            elsewhere = torch.rand(states.shape, device=q.device) < 0.5
-            states[elsewhere & (states == EMPTY)], last[elsewhere] = OTHERS, 0.0
-        opened = kernel.open_dq(dq, lse, delta, lists[0][2], None if last is None else states)
+            elsewhere = torch.full_like(q, torch.nan)
+            others = torch.rand(states.shape, device=q.device) < 0.5
+            states[others & (states == EMPTY)], elsewhere[others] = OTHERS, 0.0
+        opened = kernel.open_dq(dq, lse, delta, lists[0][2], None if elsewhere is None else states)
     for number, (heads, groups, work) in enumerate(lists):
         back = (x[:, heads] for x in (do, lse, delta))
         own = replace(settings, open_dq=number < left_open)
@@ -270,8 +270,8 @@ def list_results(
         mine = (q[:, heads], k[:, groups], v[:, groups], *back, work, own)
         kernel.backward(*mine, dq[:, heads], dk[:, groups], dv[:, groups], **shared)
         if number + 1 == left_open:
-            kernel.close_dq(dq, settings, states, last)
-    dq = dq if last is None else last
+            kernel.close_dq(dq, settings, states, elsewhere)
+    dq = dq if elsewhere is None else elsewhere
     return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))
 
 

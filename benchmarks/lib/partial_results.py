@@ -105,8 +105,8 @@ class TogetherInto:
         lses = [0 if x.lse is None else x.lse[h0 - x.first_head :].data_ptr() for x in here]
         strides = [[*x.out.stride()[:2], 0 if x.lse is None else x.lse.stride(0)] for x in here]
         tables: tuple[Any, ...] = (rows, bits, outs, lses, strides)
-        device = self.out.device
-        return _Launch((h0, h1), *(torch.tensor(np.array(t), device=device) for t in tables), len(here))
+        at, which, *others = (torch.tensor(np.array(t), device=self.out.device) for t in tables)
+        return _Launch((h0, h1), at, which, others[0], others[1], others[2], len(here))
 
 
 @triton.jit
