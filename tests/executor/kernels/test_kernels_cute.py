@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,11 @@ def test_what_stands_around_the_backward_moves_whole_words(
 ) -> None:
     code = compiled(kernel, tmp_path)
     assert loads in code and stores in code
+
+
+@pytest.mark.parametrize("kernel", ["open", "close"])
+def test_states_of_dq_are_read_as_bytes(kernel: str, tmp_path: Path) -> None:
+    assert re.search(r"ld\.global\.[bsu]8\b", compiled(kernel, tmp_path))
 
 
 @pytest.mark.parametrize("kernel", list(INSTRUCTIONS))
