@@ -32,12 +32,13 @@ from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement, Regions
 from flexcp.schedule.flows import Moves, needed_moves
 from flexcp.schedule.inputs_first import inputs_first
-from flexcp.schedule.inside_first import inside_first, node_work
+from flexcp.schedule.inside_first import inside_first, node_times, node_work
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.routes import Needs, kept_bytes, route_keys
 from flexcp.schedule.stages import (
     FLATTERED_GRADIENTS_PERMILLE,
     FLATTERED_PERMILLE,
+    MANY_PEERS,
     PARTS,
     Stages,
     choose_stages,
@@ -132,7 +133,7 @@ def _staged(
     # Latents travel before all work (flexcp.schedule.execution), and on one node links are so fast that equal stages
     # are good enough.
     other_ways = shape.latent is None and cluster.nodes > 1 and placement.wishes.divisions is None
-    may_be_thin = most_ahead > 1 and other_ways
+    may_be_early = most_ahead > 1 and other_ways
     other_ways = other_ways and not keys_kept and not placement.assemble_own
     of_nodes = node_work(needs, placement, *counted, cluster, cost) if other_ways else None
     rest_of_layer = np.zeros_like(placement.tokens)
@@ -144,15 +145,18 @@ def _staged(
         times, peers = exchange_times(moves[backward], cluster, cost), find_peers(moves[backward], cluster)
         stages = choose_stages(placement, needs, work[backward], times, peers, cluster, kept)
         if cluster.nodes > 1 and not keys_kept and not placement.assemble_own:
-            known = (cluster, cost, backward, rest_of_layer * (1 + backward))
-            stages = under_contention(stages, needs, work[backward], times, peers, *known, may_be_thin)
-            if of_nodes is not None and not well_hidden(stages, work[backward], known[-1]):
-                found = (of_nodes, work[backward], moves[backward], peers, shape, *known)
+            before = rest_of_layer * (1 + backward)
+            known = (cluster, cost, backward, before)
+            thin = may_be_early and (of_nodes is None or len(peers.source) <= MANY_PEERS)
+            stages = under_contention(stages, needs, work[backward], times, peers, *known, thin)
+            if of_nodes is not None and not well_hidden(stages, work[backward], before):
+                found = node_times(of_nodes, moves[backward], shape, cluster, cost, backward)
                 if of_nodes.inside:
-                    stages = faster_way(stages, inside_first(*found), FLATTERED_PERMILLE)
-                if may_be_thin and (of_nodes.near < PARTS).any():
+                    another = inside_first(found, work[backward], peers, cost, backward, before)
+                    stages = faster_way(stages, another, FLATTERED_PERMILLE)
+                if may_be_early and (of_nodes.near < PARTS).any():
                     up_to = FLATTERED_GRADIENTS_PERMILLE if backward else 1000
-                    stages = faster_way(stages, inputs_first(*found), up_to)
+                    stages = faster_way(stages, inputs_first(found, work[backward], peers, *known), up_to)
         passes.append(PassAnalysis(work[backward], moves[backward], stages))
     return MaskAnalysis(needs, keys_kept, *passes)
 

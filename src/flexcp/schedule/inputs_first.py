@@ -29,12 +29,10 @@ from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.plan.program import Program
 from flexcp.schedule.execution import Posting
-from flexcp.schedule.flows import Moves, exchange_ns
-from flexcp.schedule.inside_first import NodeWork, by_level, cut_in_parts, stages_of
-from flexcp.schedule.stages import PARTS, Peers, Stages
+from flexcp.schedule.inside_first import NodeTimes, borders_table, cut_in_parts, fastest
+from flexcp.schedule.stages import MANY_PEERS, Peers, Stages
 from flexcp.schedule.thin_ends import contention_table
 from flexcp.schedule.work import Work
-from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 CUTS = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (3, 1.5), (4, 1.5), (6, 1.5), (2, 2), (3, 2))
@@ -43,18 +41,12 @@ part a part is.
 """
 BEST = 2
 """How many of these ways are compared exactly, and kept."""
+FEW_CUTS, BEST_OF_FEW = ((1, 1), (3, 1), (6, 1), (3, 2)), 1
+"""The same if there are many pairs of ranks that exchange messages, because each way takes time."""
 
 
 def inputs_first(
-    of_nodes: NodeWork,
-    work: Work,
-    moves: Moves,
-    peers: Peers,
-    shape: Shape,
-    cluster: Cluster,
-    cost: CostModel,
-    backward: bool,
-    rest_of_layer: Ints,
+    times: NodeTimes, work: Work, peers: Peers, cluster: Cluster, cost: CostModel, backward: bool, rest_of_layer: Ints
 ) -> Stages:
     """Return the fastest stages whose inputs are all posted in slot 0.
 
@@ -64,33 +56,16 @@ def inputs_first(
     """
     from flexcp.schedule.compiled_inputs_first import inputs_first_ns
 
-    near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)
-    there, back = (by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
-    rest, home = work.rest - work.at_keys, exchange_ns(moves.outputs, cluster, cost)
-    ways = [cut_in_parts(count, ratio, backward) for count, ratio in CUTS]
-    longest = max(map(len, ways))
-    table = np.array([(*way, *(PARTS,) * (longest - len(way))) for way in ways], np.int64)
+    near, again, inside, there, back, home = times
+    rest = work.rest - work.at_keys
+    cuts, best = (CUTS, BEST) if len(peers.source) <= MANY_PEERS else (FEW_CUTS, BEST_OF_FEW)
+    ways = [cut_in_parts(count, ratio, backward) for count, ratio in cuts]
+    asked = (borders_table(ways), inside, cluster.latency_ns, best)
     known = (rest_of_layer, contention_table(cost, backward), peers.source, peers.senders)
-    times, held = inputs_first_ns(
-        work.own,
-        rest,
-        near,
-        again,
-        work.at_keys,
-        there,
-        back,
-        home,
-        table,
-        of_nodes.inside,
-        cluster.latency_ns,
-        BEST,
-        *known,
-    )
-    tried = np.flatnonzero(times >= 0)
-    order = tried[np.argsort(times[tried], kind="stable")].tolist()
-    found = [stages_of(near, ways[row], held[row], int(times[row]), of_nodes.inside) for row in order]
-    best, *others = (stages._replace(inputs_first=True) for stages in found)
-    return best._replace(others=tuple(others))
+    found, held = inputs_first_ns(work.own, rest, near, again, work.at_keys, there, back, home, *asked, *known)
+    chosen = fastest(times, ways, found, held, best)
+    others = tuple(other._replace(inputs_first=True) for other in chosen.others)
+    return chosen._replace(inputs_first=True, others=others)
 
 
 def stage_home(stages: Stages, slot: Ints, backward: bool) -> Ints:

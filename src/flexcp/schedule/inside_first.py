@@ -34,7 +34,7 @@ from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement, Regions
 from flexcp.schedule.flows import Flows, Moves, exchange_ns
 from flexcp.schedule.routes import Needs
-from flexcp.schedule.stages import MOST_STAGES, PARTS, Peers, Stages
+from flexcp.schedule.stages import MANY_PEERS, MOST_STAGES, PARTS, Peers, Stages
 from flexcp.schedule.thin_ends import contention_table
 from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, homes_of
 from flexcp.shape import Shape
@@ -44,6 +44,8 @@ MOST_ACROSS = MOST_STAGES - 1
 """The largest number of parts into which keys that cross nodes are cut."""
 RATIOS = (1, 2, 4)
 """How many times as large as the next smaller part a part may be."""
+FEW_RATIOS = (2,)
+"""The ratios that are tried if there are many pairs of ranks that exchange messages, because each takes time."""
 NEXT_BEST = 1
 """How many other ways to cut are kept besides the best."""
 
@@ -85,16 +87,32 @@ def node_work(
     return NodeWork(np.where(reads, found, PARTS), sums(regions.rank, tiles, cluster.ranks), inside)
 
 
+class NodeTimes(NamedTuple):
+    """What ways to cut are compared by in one direction, in nanoseconds; ``near`` and ``inside`` as in ``NodeWork``.
+
+    ``again`` is the work of one more pass over the rows that read keys of other nodes. ``there`` and ``back`` are how
+    long inputs and gradients of keys take each rank, ``[across, rank]``, and ``home`` results for moved queries.
+    """
+
+    near: Ints
+    again: Ints
+    inside: bool
+    there: Ints
+    back: Ints
+    home: Ints
+
+
+def node_times(
+    of_nodes: NodeWork, moves: Moves, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool
+) -> NodeTimes:
+    """Return the times of what ``moves`` in one direction, inside and across nodes separately."""
+    again = cost.attention_ns(of_nodes.again, shape, cluster, backward)
+    there, back = (_by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
+    return NodeTimes(of_nodes.near, again, of_nodes.inside, there, back, exchange_ns(moves.outputs, cluster, cost))
+
+
 def inside_first(
-    of_nodes: NodeWork,
-    work: Work,
-    moves: Moves,
-    peers: Peers,
-    shape: Shape,
-    cluster: Cluster,
-    cost: CostModel,
-    backward: bool,
-    rest_of_layer: Ints,
+    times: NodeTimes, work: Work, peers: Peers, cost: CostModel, backward: bool, rest_of_layer: Ints
 ) -> Stages:
     """Return the fastest stages of which the first brings everything from the same node.
 
@@ -104,16 +122,31 @@ def inside_first(
     """
     from flexcp.schedule.compiled_contention import inside_then_across
 
-    near, again = of_nodes.near, cost.attention_ns(of_nodes.again, shape, cluster, backward)
-    there, back = (by_level(flows, cluster, cost) for flows in (moves.inputs, moves.gradients))
-    rest, home = work.rest - work.at_keys, exchange_ns(moves.outputs, cluster, cost)
-    ways = cuts_across(backward) if (near < PARTS).any() else [(0, PARTS)]
-    table = np.array([(*way, *(PARTS,) * (MOST_ACROSS + 1 - len(way))) for way in ways], np.int64)
+    near, again, _, there, back, home = times
+    rest = work.rest - work.at_keys
+    ratios = RATIOS if len(peers.source) <= MANY_PEERS else FEW_RATIOS
+    ways: list[tuple[int, ...]] = cuts_across(backward, ratios) if (near < PARTS).any() else [(0, PARTS)]
     known = (rest_of_layer, contention_table(cost, backward), peers.source, peers.senders)
-    times, held = inside_then_across(work.own, rest, near, again, work.at_keys, there, back, home, table, *known)
-    found = [stages_of(near, ways[row], held[row], int(times[row])) for row in np.flatnonzero(times >= 0)]
-    best, *others = sorted(found, key=lambda stages: stages.contended_ns)  # stable: of equal ones the first
-    return best._replace(others=tuple(others[:NEXT_BEST]))
+    table = borders_table(ways)
+    found, held = inside_then_across(work.own, rest, near, again, work.at_keys, there, back, home, table, *known)
+    return fastest(times, ways, found, held, 1 + NEXT_BEST)
+
+
+def borders_table(ways: list[tuple[int, ...]]) -> Ints:
+    """Return the borders of all ways to cut as rows of one table; shorter ways repeat their last border."""
+    longest = max(map(len, ways))
+    return np.array([(*way, *(PARTS,) * (longest - len(way))) for way in ways], np.int64)
+
+
+def fastest(times: NodeTimes, ways: list[tuple[int, ...]], found: Ints, held: Ints, count: int) -> Stages:
+    """Return the stages of the fastest of some ways to cut, with the next ones, ``count`` in all, in ``others``.
+
+    ``found`` are the times of the ways, -1 for those that are slower than others, and ``held`` is ``[way, rank]``.
+    """
+    tried = np.flatnonzero(found >= 0)
+    order = tried[np.argsort(found[tried], kind="stable")][:count].tolist()  # stable: of equal ones the first
+    best, *others = (stages_of(times.near, ways[row], held[row], int(found[row]), times.inside) for row in order)
+    return best._replace(others=tuple(others))
 
 
 def stages_of(near: Ints, way: tuple[int, ...], held: Ints, contended_ns: int, inside: bool = True) -> Stages:
@@ -131,14 +164,14 @@ def stages_of(near: Ints, way: tuple[int, ...], held: Ints, contended_ns: int, i
     return Stages(number, held, held, borders, across_borders=way, contended_ns=contended_ns)
 
 
-def cuts_across(backward: bool) -> list[tuple[int, ...]]:
+def cuts_across(backward: bool, ratios: tuple[int, ...] = RATIOS) -> list[tuple[int, ...]]:
     """Return the ways to cut keys that cross nodes into stages: the borders of each way, in ``PARTS``.
 
-    Each has up to ``MOST_ACROSS`` parts, each ``RATIOS`` times as large as its neighbour: in the forward the first part
+    Each has up to ``MOST_ACROSS`` parts, each ``ratios`` times as large as its neighbour: in the forward the first part
     is the smallest, in the backward the last.
     """
     counts = range(2, MOST_ACROSS + 1)
-    return [(0, PARTS), *(cut_in_parts(count, ratio, backward) for count, ratio in product(counts, RATIOS))]
+    return [(0, PARTS), *(cut_in_parts(count, ratio, backward) for count, ratio in product(counts, ratios))]
 
 
 def cut_in_parts(count: int, ratio: float, backward: bool) -> tuple[int, ...]:
@@ -150,7 +183,7 @@ def cut_in_parts(count: int, ratio: float, backward: bool) -> tuple[int, ...]:
     return tuple(int(PARTS * before / sum(sizes)) for before in accumulate(sizes, initial=0))
 
 
-def by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
+def _by_level(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
     """Return ``[across, rank]``: nanoseconds that the flows inside nodes (0) and across nodes (1) take each rank."""
     size = cluster.ranks_per_node
     across = flows.source // size != flows.target // size

@@ -31,7 +31,9 @@ from flexcp.schedule.stages import PARTS, Stages
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
-LONG_MESSAGE = 2
+MOST_OWNERS = 32
+"""Stages have a share of every owner only if ranks read at most this many owners, on average over ranks that read."""
+LONG_MESSAGE = 4
 """A message is long if its bytes take this many times as long as the message costs besides them."""
 GOLDEN = 40_503
 """2^16 divided by the golden ratio: multiples of it, modulo 2^16, are spread evenly."""
@@ -100,12 +102,15 @@ def shares_are_long(
 ) -> bool:
     """Return whether stages may have a share of what a rank reads of each owner.
 
-    That balances ports and work in every stage, but makes more messages, which must be long compared with what each of
-    them costs. In a backward this includes a launch, because gradients are added message by message.
+    That balances ports and work in every stage, but makes more messages. There must not be too many of them, and they
+    must be long compared with what each of them costs. In a backward this includes a launch, because gradients are
+    added message by message.
     """
     if len(keys) == 0 or int(stages.number.max()) == 1:
         return False
     pairs = len(np.unique(keys.rank * cluster.ranks + keys.owner))
+    if pairs > MOST_OWNERS * len(np.unique(keys.rank)):
+        return False
     size = int(keys.amount.sum()) * int(shape.bytes_per_token_head()[Kind.KV, 0])
     share = np.array([size // (pairs * int(stages.number.max()))])
     mbps = cluster.inter_mbps if cluster.nodes > 1 else cluster.intra_mbps

@@ -62,6 +62,8 @@ FLATTERED_GRADIENTS_PERMILLE = 1060
 
 Predictions flatter the others: there ranks wait for each other's gradients more often than predicted here.
 """
+MANY_PEERS = 8192
+"""With more pairs of ranks that exchange messages than this, fewer ways to cut are tried, because each takes time."""
 UNSURE_PERMILLE = 1020
 """A way to cut that was not chosen is worth simulating if its time is at most this, per mille of the chosen one's."""
 
