@@ -30,6 +30,7 @@ from flexcp.models.topology import divided_preset, topology
 from flexcp.planners.static.dealing import method_of
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
+from regimes_heads import section
 from simulated import Experiment, row_of, step_of, table
 
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
@@ -184,8 +185,8 @@ def details(regime: Regime, cells: list[Cell]) -> list[str]:
     return [f"## {regime.words[0].upper()}{regime.words[1:]}", "", *table(heads, rows)]
 
 
-def page(regimes: dict[Regime, list[Cell]]) -> str:
-    """Return the page."""
+def page(regimes: dict[Regime, list[Cell]], heads: list[str]) -> str:
+    """Return the page; ``heads`` is its section about few KV heads."""
     lines = [
         "# When it pays, by regime",
         "",
@@ -199,6 +200,7 @@ def page(regimes: dict[Regime, list[Cell]]) -> str:
         "below, are over the first baseline. Names in parentheses are the static methods and what `auto` took.",
         "",
         *summary(regimes),
+        *heads,
     ]
     for regime, cells in regimes.items():
         lines += details(regime, cells)
@@ -211,7 +213,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", choices=[regime.name for regime in REGIMES])
     asked = parser.parse_args()
-    text = page({regime: cells_of(regime) for regime in REGIMES if asked.only in (None, regime.name)})
+    regimes = {regime: cells_of(regime) for regime in REGIMES if asked.only in (None, regime.name)}
+    text = page(regimes, section() if asked.only is None else [])
     print(text)
     if asked.write:
         asked.write.write_text(text)

@@ -67,6 +67,9 @@ def test_inputs_are_posted_before_all_work_and_gradients_when_they_are_computed(
     assert set(posted[t.stage[inputs]].tolist()) == {0} and int(t.stage[inputs].max()) == last
     # The slot after the last inputs runs own work that was held back; it waits for nothing.
     assert not (t.stage == last + 1).any() and min(program.held) >= 0 < max(program.held)
+    # Gradients are still on their way in the slots after it.
+    margin = program.execution.margin
+    assert margin[last + 1] > 0 and set(margin[last + 1 :].tolist()) == {int(margin[last + 1])}
     crosses = t.source // machine.ranks_per_node != t.target // machine.ranks_per_node
     first = 2 if machine is PAIRS else 1
     stage_of = {
@@ -122,3 +125,23 @@ def test_gradients_leave_in_the_slot_after_their_work() -> None:
     known = (False, np.zeros(2, np.int64), rows, np.array([1, 0]), np.array([0, 0, 1, 1, 2]))
     ended = posted_first_ns(work, into, out, *known, 1)
     assert ended == int(into[1, 1]) + 50 + 50 + int(out[2, 1])
+
+
+def test_a_stage_begins_when_the_ranks_own_stage_before_it_is_done() -> None:
+    """Rank 1 receives 70 ns from rank 0 in stage 1 and 20 ns from rank 2, which has sent nothing before, in stage 2."""
+    work = np.zeros((4, 3), np.int64)
+    into, out = np.zeros_like(work), np.zeros_like(work)
+    into[1], into[2] = [70, 70, 0], [0, 20, 20]
+    rows = np.full((2, 1, 3), 1000)
+    known = (False, np.zeros(3, np.int64), rows, np.array([0, 2]), np.array([0, 0, 0, 0, 2, 2, 2]))
+    assert posted_first_ns(work, into, out, *known, 1) == 90
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_every_further_part_is_another_pass_over_the_rows(inside: bool) -> None:
+    """A quarter of 100 ns of work is on keys of the node, if there are any; a pass over the rows costs 7 ns."""
+    one = np.ones(1, np.int64)
+    near, there = one * (PARTS // 4 if inside else 0), np.array([[5 * inside], [20]])
+    none, borders, held = np.zeros((2, 1), np.int64), np.array([0, PARTS // 2, PARTS]), np.zeros(1, np.int64)
+    work, _, _ = lay(held, 0 * one, 100 * one, near, 7 * one, 0 * one, there, none, 0 * one, borders, inside, 0, 0)
+    assert work[1:-1, 0].tolist() == ([25, 37 + 7, 37 + 7] if inside else [50, 50 + 7])

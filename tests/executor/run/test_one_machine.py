@@ -31,6 +31,7 @@ from flexcp.executor.run.message_layout import new_results, types_of
 from flexcp.executor.run.pass_recipe import pass_recipe
 from flexcp.executor.run.prepared import prepare
 from flexcp.executor.run.rank_program import Block, rank_program
+from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.check import PlanError
 from flexcp.plan.issue import issued_parts
 from flexcp.plan.plan import Plan
@@ -267,7 +268,9 @@ def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list
 @pytest.mark.parametrize("backward", [FORWARD, BACKWARD], ids=["forward", "backward"])
 @pytest.mark.parametrize("machine", [MACHINE, replace(MACHINE, name="h100")], ids=["slow", "hopper"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", ["blocks", "groups:team=2", "ulysses", "zigzag", "usp:2,2", "allgather"])
+@pytest.mark.parametrize(
+    "strategy", ["blocks", "groups:team=2", "hypergraph", "ulysses", "zigzag", "usp:2,2", "allgather"]
+)
 def test_the_simulator_counts_the_bytes_that_a_rank_copies(
     strategy: str, dtype: str, machine: Cluster, backward: bool
 ) -> None:
@@ -291,6 +294,18 @@ def test_the_simulator_counts_the_bytes_that_a_rank_copies(
     messages = find_copies(plan, 0, backward, mbps=1000, launch_ns=0, messages_only=True)
     assert messages.pack.sum(axis=1).tolist() == (2 * plan.bytes(backward).sum(axis=1)).tolist()
     assert messages.take_in.sum(axis=1).tolist() == (2 * plan.bytes(backward).sum(axis=0)).tolist()
+
+
+def test_outputs_of_a_rank_with_pads_are_cleared_and_rounded() -> None:
+    """No kernel writes the rows of pads, so the fast kernel does not write the outputs of such a rank once."""
+    machine = replace(MACHINE, name="h100")
+    plan = flexcp.Planner(4, 4, 16, cluster=machine, strategy="groups:team=1")([5000, 900, 31], tokens="equal")
+    found = find_copies(plan, 0, FORWARD, mbps=1000, launch_ns=0)
+    padded = [bool((local_stream(plan.placement, rank) >= plan.batch.tokens).any()) for rank in range(plan.ranks)]
+    assert any(padded) and not all(padded)
+    for rank, pads in enumerate(padded):
+        assert found.take_in[rank].tolist() == copied_bytes(plan, rank, FORWARD)[1]
+        assert (finished_rows(rank_program(plan, rank, 0, FORWARD)) is None) == pads
 
 
 def test_one_margin_for_all_slots_can_be_asked_for() -> None:
