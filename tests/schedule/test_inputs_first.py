@@ -42,9 +42,7 @@ def planned(request: Request, placement: Placement, most_ahead: int = 2) -> tupl
     return found[0], make_plan(placement, *how, "x", most_ahead=most_ahead, analysis=found)
 
 
-@pytest.mark.parametrize(
-    "machine, lengths", [(ALONE, "web"), (ALONE, "longalign"), (ALONE, "video"), (PAIRS, "web")], ids=str
-)
+@pytest.mark.parametrize("machine, lengths", [(ALONE, "web"), (ALONE, "longalign"), (PAIRS, "web")], ids=str)
 def test_they_are_faster_by_events_where_they_are_taken(machine: Cluster, lengths: str) -> None:
     case = placed(machine, lengths)
     found, plan = planned(*case)
