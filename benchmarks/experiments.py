@@ -60,7 +60,7 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "papers](papers.md) has the ladder of its own planner, `fcp:4096`, where rungs are lower. The kernel's "
             "efficiency, 0.80, is derived from the published figures (0.75 / 0.93), so agreement in "
             "the last row is no independent evidence. The first row does not agree: without overlap and rounds the "
-            "simulated executor still sends exactly what is needed, in at most four stages.",
+            "simulated executor still sends exactly what is needed, in at most nine stages.",
             block_fcp.ablation,
         ),
         (

@@ -261,7 +261,7 @@ def ladder(runs: Runs, ranks: int) -> list[Row]:
 
 def _in_layout(lengths: Sequence[int], ranks: int, name: str) -> Simulation:
     where = _where(ranks)
-    request = replace(asked(where, lengths), layout=user_layout("contiguous", sum(lengths), ranks), equal_tokens=False)
+    request = replace(asked(where, lengths), layout=user_layout("contiguous", sum(lengths), ranks))
     plan: Plan = planned(request, name, search=False)[1]
     return simulate(plan, rules=where.rules)
 

@@ -176,7 +176,7 @@ def timing(*found: Timed) -> str:
 
 
 def asked(where: Experiment, lengths: Sequence[int], mask: Mask | None = None) -> Request:
-    """Return the request for planners, with equal tokens if only attention is timed."""
+    """Return the request for planners: of attention alone, if the experiment describes no training step."""
     request = where.request(lengths, mask)
     return attention_only(request) if where.training is None else request
 

@@ -65,8 +65,7 @@ LIMITS = (
     "- Where *over static* is below 1, `auto` is slower than the best fixed method.",
     "- In figures 12 and 13 `auto` and the degrees of *over static* are chosen as if every rank had half a card to "
     "itself, while the simulation lets two ranks share one; heads x ring has one or two head splits.",
-    "- Figures 12, 13 and the dry runs ask for equal tokens on all ranks, which `dcp` reaches with padding that costs "
-    "nothing here.",
+    "- Figures 12, 13 and the dry runs do not ask for equal tokens on all ranks.",
     "- End to end the optimiser, the collectives of tensor parallelism and the host's time are left out. A rank there "
     "has all 32 query and 8 KV heads, where a GPU under tensor parallelism has 8 and 2: `auto`, `dcp` and *over "
     "static* may split heads further than that machine can, Megatron-LM's method does not. Links inside a node "
@@ -96,14 +95,14 @@ LIMITS = (
     "- Our notes do not say whether 1.13 to 2.21 is over the best rival or over each. The rows are over the best.",
     "- Outside the ablation's first two rungs ports never crowd, so FCP's rounds gain nothing in any row about time, "
     "and `auto`, rings and rivals pay nothing for sending without them.",
-    "- FCP's pipeline, block by block with three buffers, is replaced by flexcp's stages, at most four, in all rows of "
+    "- FCP's pipeline, block by block with three buffers, is replaced by flexcp's stages, at most nine, in all rows of "
     "time and in the rung *pipeline*.",
     "- *Speed*, *MFU* and *scaling* rows place tokens freely, so that nobody pays for a reshuffle there, which FCP's "
     "full system has. The last rung of the ablation shows how much of `fcp`'s and of `auto`'s MFU an unhidden one "
     "costs.",
     "- Planning times of `fcp` include its rounds in both directions, those of `auto` no rounds.",
-    "- Attention rows ask for equal tokens on all ranks. Methods that deal whole documents reach that with padding "
-    "that costs nothing here; `fcp` may be an eighth over the mean.",
+    "- Attention rows do not ask for equal tokens on all ranks: methods that deal whole documents, and `auto`, may "
+    "keep more on some, `fcp` at most an eighth over the mean.",
     "- The box has 4 ranks, kernels replaced by waits, and FCP's blocks of 1,024 tokens. Its order says nothing about "
     "128 GPUs.",
     "",

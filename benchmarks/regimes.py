@@ -30,11 +30,9 @@ from flexcp.models.topology import divided_preset, topology
 from flexcp.planners.static.dealing import method_of
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
-from regimes_heads import section
+from regimes_heads import LENGTHS, TOKENS, section
 from simulated import Experiment, row_of, step_of, table
 
-LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
-TOKENS = (8192, 32_768)
 OTHER_SEEDS = (1, 2)
 """Seeds of the batches on which the method of a run is chosen; the timed batch has seed 0."""
 LARGE = find_model("llama3-70b")

@@ -9,8 +9,8 @@ analysis, so a prediction is about the plan that would be made. The steps, in th
 - the way these pieces travel (:mod:`~flexcp.schedule.routes`)
 - whether keys are kept for the backward
 - for each direction, the bytes that move (:mod:`~flexcp.schedule.flows`) and the stages that hide them: equal stages
-  (:mod:`~flexcp.schedule.stages`), stages with thin ends (:mod:`~flexcp.schedule.thin_ends`), or a stage inside nodes
-  first (:mod:`~flexcp.schedule.inside_first`).
+  (:mod:`~flexcp.schedule.stages`), stages with thin ends (:mod:`~flexcp.schedule.thin_ends`), a stage inside nodes
+  first (:mod:`~flexcp.schedule.inside_first`), or all inputs posted first (:mod:`~flexcp.schedule.inputs_first`).
 
 Keys (and their values) are kept for whole masks, in the order of masks: a mask's keys are kept only if what every rank
 receives in all layers of the mask fits into the memory that is left. So all ranks decide the same. If a placement's

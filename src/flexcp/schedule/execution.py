@@ -44,6 +44,12 @@ from flexcp.schedule.work import Work
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
+Sent = tuple[Messages, Ints, Ints]
+"""The messages of a program, the stage of each exchange and its level: see :func:`flexcp.plan.rounds.find_messages`."""
+WORTH_PERMILLE = 970
+"""A stage is posted two slots ahead if the two slots then take less than this, per mille of their time otherwise."""
+ROUNDS_TRIED = (1, 2, 4, 8, 16)
+"""The numbers of rounds per call that are tried; in a round, a rank sends to one rank and receives from one at most."""
 
 
 class Posting(NamedTuple):
@@ -55,14 +61,6 @@ class Posting(NamedTuple):
 
     ahead: Ints
     beside: Ints
-
-
-Sent = tuple[Messages, Ints, Ints]
-"""The messages of a program, the stage of each exchange and its level: see :func:`flexcp.plan.rounds.find_messages`."""
-WORTH_PERMILLE = 970
-"""A stage is posted two slots ahead if the two slots then take less than this, per mille of their time otherwise."""
-ROUNDS_TRIED = (1, 2, 4, 8, 16)
-"""The numbers of rounds per call that are tried; in a round, a rank sends to one rank and receives from one at most."""
 
 
 def with_execution(

@@ -29,7 +29,7 @@ an attention kernel. What attention itself reads and writes is part of attention
 The fast kernel on Hopper writes each own row of a forward's output once, when it is complete
 (:mod:`flexcp.executor.run.finished_rows`). On such a cluster (``Cluster.writes_results_once``) own outputs of a rank
 are neither cleared nor rounded, unless results of others are added to them or the rank has pads, which no kernel
-writes.
+writes. In one case this is more than the executor copies: if part of dq is laid, the fast kernel clears only the rest.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
   so all machines choose the same plan. Of equally fast candidates, the first in the list is taken; static ones come
   first.
 - **Stages.** The closed form chooses how each pass is cut into stages (:mod:`flexcp.schedule.thin_ends`,
-  :mod:`flexcp.schedule.inside_first`). For the fastest plan, the next best way is simulated as well, separately for the
-  forward and the backward, unless these have more than ``MANY_TRANSFERS`` transfers.
+  :mod:`flexcp.schedule.inside_first`, :mod:`flexcp.schedule.inputs_first`). For the fastest plan, the next best way is
+  simulated as well, separately for the forward and the backward, unless these have more than ``MANY_TRANSFERS``
+  transfers.
 - **Relays.** If keys are relayed inside nodes in the fastest plan, the plan without relays is simulated as well.
 - **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
   prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate

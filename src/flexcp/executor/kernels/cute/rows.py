@@ -342,8 +342,9 @@ class Close:
     ):
         """Launch the kernel; ``out`` may be ``dq``.
 
-        Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``last_state`` is 0 without states, 1 if
-        only rows to which lists add are written, and 2 if rows to which nothing adds are set to 0 too.
+        Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``last_state`` is 0 without states,
+        ``ADDED`` if only rows to which lists add are written, and ``EMPTY`` if rows to which nothing adds are set to 0
+        too.
         """
         at_once = THREADS // 32 * LAPS
         programs = (rows * heads + at_once - 1) // at_once
