@@ -215,20 +215,19 @@ def test_shares_bring_some_of_every_owner_in_every_stage() -> None:
 
 def test_shares_are_for_long_messages() -> None:
     """A share of 400 tokens of a KV head is 204,800 bytes: 5.1 microseconds of a link of 50 GB/s at 80 %."""
-    machine, shape, cost = cluster("h100", 3, 1), Shape(8, 1, 128, 128), CostModel(message_ns=1000, kernel_ns=5000)
+    machine, shape, cost = cluster("h100", 3, 1), Shape(8, 1, 128, 128), CostModel(message_ns=1000)
     two = Stages(np.full(3, 2), np.zeros(3), np.zeros(3), equal_borders(np.full(3, 2)))
-    for tokens, forward, backward in ((2 * 400, True, False), (2 * 300, False, False), (2 * 2000, True, True)):
+    for tokens, long in ((2 * 300, False), (2 * 400, True)):
         pieces = Pieces(*np.array([(0, 1, 0, tokens, 0, 1, 0), (0, 2, 0, tokens, 0, 1, 0)], np.int64).T)
-        found = [shares_are_long(pieces, two, shape, machine, cost, way) for way in (False, True)]
-        assert found == [forward, backward]
+        assert shares_are_long(pieces, two, shape, machine, cost) == long
     one = two._replace(number=np.ones(3, np.int64))
-    assert not shares_are_long(pieces, one, shape, machine, cost, False)
+    assert not shares_are_long(pieces, one, shape, machine, cost)
     many, owners = cluster("h100", 64, 1), np.arange(1, 40)
     rows = np.column_stack(
         [0 * owners, owners, 0 * owners, 0 * owners + 99_000, 0 * owners, 1 + 0 * owners, 0 * owners]
     )
-    assert not shares_are_long(Pieces(*rows.T), two, shape, many, cost, False)
-    assert shares_are_long(Pieces(*rows[:32].T), two, shape, many, cost, False)
+    assert not shares_are_long(Pieces(*rows.T), two, shape, many, cost)
+    assert shares_are_long(Pieces(*rows[:32].T), two, shape, many, cost)
 
 
 def test_divisions_put_every_token_into_the_stage_of_its_block() -> None:

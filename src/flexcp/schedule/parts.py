@@ -97,14 +97,11 @@ def _distance(keys: Pieces, cluster: Cluster) -> Ints:
     return inside * cluster.nodes + nodes
 
 
-def shares_are_long(
-    keys: Pieces, stages: Stages, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool
-) -> bool:
+def shares_are_long(keys: Pieces, stages: Stages, shape: Shape, cluster: Cluster, cost: CostModel) -> bool:
     """Return whether stages may have a share of what a rank reads of each owner.
 
     That balances ports and work in every stage, but makes more messages. There must not be too many of them, and they
-    must be long compared with what each of them costs. In a backward this includes a launch, because gradients are
-    added message by message.
+    must be long compared with what each of them costs.
     """
     if len(keys) == 0 or int(stages.number.max()) == 1:
         return False
@@ -114,8 +111,7 @@ def shares_are_long(
     size = int(keys.amount.sum()) * int(shape.bytes_per_token_head()[Kind.KV, 0])
     share = np.array([size // (pairs * int(stages.number.max()))])
     mbps = cluster.inter_mbps if cluster.nodes > 1 else cluster.intra_mbps
-    each = cost.message_ns + cost.kernel_ns * backward
-    return int(cost.link_ns(share, mbps)[0]) >= LONG_MESSAGE * each
+    return int(cost.link_ns(share, mbps)[0]) >= LONG_MESSAGE * cost.message_ns
 
 
 def _borders_by_level(across_borders: tuple[int, ...]) -> Ints:

@@ -125,8 +125,7 @@ def _needed_programs(
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
             stages, (keys, relays) = one.stages, found.needs.keys
-            # Keys that are kept stay as the forward cut them.
-            in_shares = shares_are_long(keys, stages, *how, bool(backward) and not found.keys_kept)
+            in_shares = shares_are_long(keys, stages, *how)
             cut = cut_into_stages(keys, stages.borders, how[1], stages.across_borders, in_shares, len(relays) > 0)
         else:
             cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)

@@ -14,7 +14,8 @@ memory:
     pack a result               read in the accumulator's dtype, written as it travels
     take in an input            twice the piece
     lay a result                twice the piece
-    add a result                read as it came; read and written in the accumulator's dtype
+    add or merge a result       read as it came; what it is added to is read and written in the accumulator's dtype,
+                                once for all gradients of a stage, but for each message with outputs
     a rank's own piece          taken in from its own shelf, if the plan copies it to another one
     results of a new shelf      written once, in the accumulator's dtype
     a rank's own results        written once like this in the first slot, unless all of them are laid; those not
@@ -23,8 +24,9 @@ memory:
     ==========================  =================================================================
 
 Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs and lays its results,
-and one adds the results of each message, because results must be added in a fixed order. A program of one stage is only
-an attention kernel. What attention itself reads and writes is part of attention's time.
+one adds its gradients (:mod:`flexcp.executor.run.row_sums`), and one merges the outputs of each message, because
+outputs must be merged in a fixed order. A program of one stage is only an attention kernel. What attention itself reads
+and writes is part of attention's time.
 
 The fast kernel on Hopper writes each own row of a forward's output once, when it is complete
 (:mod:`flexcp.executor.run.finished_rows`). On such a cluster (``Cluster.writes_results_once``) own outputs of a rank
@@ -39,6 +41,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.intervals import spread
 from flexcp.clusters import Cluster
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
@@ -77,7 +80,7 @@ def find_copies(
     ``messages_only``, only the bytes of the messages are copied, as they travel, in one launch at each end. ``inputs``
     are the inputs of the pass (:func:`flexcp.plan.slots.pass_inputs`) if the caller has them.
     """
-    from flexcp.simulator.compiled_copies import sum_copies  # compiled: only simulations need Numba
+    from flexcp.simulator.compiled_copies import ADDED, MERGED, sum_copies  # compiled: only simulations need Numba
 
     program, shape, ranks = plan.programs[mask][backward], plan.shape, plan.ranks
     t, stages = program.transfers, program.stages
@@ -85,9 +88,12 @@ def find_copies(
         both = 2 * t.bytes(shape)
         pack, take_in = (_summed(rank * stages + t.stage, both, (ranks, stages)) for rank in (t.source, t.target))
         return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
-    kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), IS_OUTPUT])
+    result = np.where(np.arange(len(Kind)) == Kind.O, MERGED, ADDED * IS_OUTPUT)
+    kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), result])
     columns = (getattr(t, name) for name in t.names())
     pack, take_in, launches, laid, adds = sum_copies(*columns, kinds, np.array([ranks, stages]))
+    if backward:
+        take_in -= _added_again(t, ranks, stages, shape)
     inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
     take_in += _cleared(inputs, ranks, stages, backward, shape)
     if stages > 1:
@@ -99,6 +105,28 @@ def find_copies(
         take_in[:, 0] += np.where(rounded > 0, tokens * precise, 0)
         take_in[:, -1] += rounded
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
+
+
+def _added_again(t: Transfers, ranks: int, stages: int, shape: Shape) -> Ints:
+    """Return the bytes ``[rank, stage]`` that are not copied because one launch adds all gradients of a stage.
+
+    These are the targets of gradients that several messages bring: they are read and written once.
+    """
+    from flexcp.simulator.compiled_copies import read_again
+
+    added = np.flatnonzero(IS_OUTPUT[t.kind] & ((t.partial == 1) | (t.owner != t.target)) & (t.source != t.target))
+    # Pieces with different heads are cut so that two of them have the same heads or none in common.
+    borders = np.unique(np.concatenate([t.h0[added], t.h1[added]]))
+    first = np.searchsorted(borders, t.h0[added])
+    part, within = spread(np.searchsorted(borders, t.h1[added]) - first)
+    at, band = added[part], first[part] + within
+    place = t.target[at] * stages + t.stage[at]
+    target = ((place * len(Kind) + t.kind[at]) * ranks + t.owner[at]) * len(borders) + band
+    order = np.lexsort((t.start[at], target))
+    at, band, place, target = at[order], band[order], place[order], target[order]
+    size = 2 * _precise_bytes(shape)[t.kind[at]] * np.diff(borders)[band]
+    again: Ints = read_again(place, target, t.start[at], t.stop[at], size, ranks * stages)
+    return again.reshape(ranks, stages)
 
 
 def _has_pads(placement: Placement) -> NDArray[np.bool_]:

@@ -1,10 +1,11 @@
 """Least copies: the least time that packing and merging take, from the bytes of a prediction and without a plan.
 
 The costs are those of :mod:`flexcp.simulator.copies`, but no stages are known yet. Inputs and results are read and
-written at both ends, as if all results arrived complete and were laid. A rank's own results are cleared, and those that
-were not laid are read and rounded, except in forwards of a cluster whose kernels write them once. The starts of kernels
-are left out. Ranks do nothing else while they copy, so a
-predicted time plus this time is closer to the event simulator than the prediction alone.
+written at both ends, as if results arrived complete and were laid. More results than a rank has itself cannot be laid;
+the others are only read, because several of them may be added to what is written once. A rank's own results are
+cleared, and those that were not laid are read and rounded, except in forwards of a cluster whose kernels write them
+once. The starts of kernels are left out. Ranks do nothing else while they copy, so a predicted time plus this time is
+closer to the event simulator than the prediction alone.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> In
         inputs = join_flows([moves.inputs, moves.relays, moves.kv_hops])
         results = join_flows([moves.dkv_hops, moves.relayed, moves.gradients, moves.outputs])
         (out, into), (back, home) = (_bytes(flows, found) for flows in (inputs, results))
-        size = 2 * (out + into + back + home)
         backward = number % 2 == 1
+        final, precise = own_bytes(shape, backward)
+        laid = np.minimum(home, placement.tokens * final)
+        size = 2 * (out + into + back) + home + laid
         copies_own = backward or not found.cluster.writes_results_once
         if size.any() and copies_own:  # a pass in which nothing moves is a single kernel without copies
-            final, precise = own_bytes(shape, backward)
-            laid = home * (precise + final) // final
-            size += placement.tokens * precise + np.maximum(placement.tokens * (precise + final) - laid, 0)
+            rounded = placement.tokens * (precise + final) - laid * (precise + final) // final
+            size += placement.tokens * precise + rounded
         copied += times * size
     return copied * 1000 // copy_mbps(found.cluster)
 

@@ -1,6 +1,6 @@
 """Row kernels: Triton kernels that copy, add and merge rows of messages and shelves, and compute delta.
 
-The first three take a table of row runs (:mod:`flexcp.executor.run.row_moves`), with one program per run, over tensors
+All but the last take a table of row runs (:mod:`flexcp.executor.run.row_moves`), with one program per run, over tensors
 seen as flat memory. A launch has up to ``PAIRS`` pairs of a source and a target tensor, and each run names its pair.
 The kernels take nothing but tables and addresses, so no batch makes them compile again. Bytes are moved as integer
 words; reductions are computed in the target's dtype.
@@ -34,18 +34,27 @@ def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
         kind, wide = WORDS[word], 2 if word == 16 else 1
         block = _block(longest * wide)
         _move[(table_7n.shape[1],)](
-            *_addresses(pairs), table_7n, kind, kind, wide, False, block, num_warps=max(1, block // 256)
+            *_addresses(pairs), table_7n, kind, kind, wide, block, num_warps=max(1, block // 256)
         )
 
 
-def add_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.dtype, longest: int, add: bool) -> None:
-    """Copy row runs like :func:`copy_rows`, but counted in elements and converted to the target's dtype.
-
-    With ``add`` they are added to the target instead.
-    """
+def convert_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.dtype, longest: int) -> None:
+    """Copy row runs like :func:`copy_rows`, but counted in elements and converted to the target's dtype."""
     if table_7n.shape[1]:
         block, kinds = _block(longest), (NUMBERS[source], NUMBERS[target])
-        _move[(table_7n.shape[1],)](*_addresses(pairs), table_7n, *kinds, 1, add, block, num_warps=max(1, block // 256))
+        _move[(table_7n.shape[1],)](*_addresses(pairs), table_7n, *kinds, 1, block, num_warps=max(1, block // 256))
+
+
+def add_rows(pairs: Pairs, table_8n: Tensor, source: torch.dtype, target: torch.dtype, longest: int) -> None:
+    """Add row runs to the target, in the target's dtype.
+
+    The table is that of :func:`copy_rows` in elements, with one more row: the number of runs in the chain that begins
+    with a run. A program adds all runs of its chain, which lie side by side in the table, to the same rows of the
+    target; runs of other chains must not touch these rows. A run that is not the first of its chain has 0 rows.
+    """
+    if table_8n.shape[1]:
+        block, kinds = _block(longest), (NUMBERS[source], NUMBERS[target])
+        _add[(table_8n.shape[1],)](*_addresses(pairs), table_8n, *kinds, block, num_warps=max(1, block // 256))
 
 
 def merge_rows(
@@ -116,7 +125,6 @@ def _move(
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     WIDE: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     run, n = table + tl.program_id(0), tl.num_programs(0)
@@ -133,9 +141,38 @@ def _move(
         for first in range(0, count, BLOCK):
             at = first + tl.arange(0, BLOCK)
             inside = at < count
-            value = tl.load(here + at, mask=inside).to(TARGET)
-            if ADD:
-                value += tl.load(there + at, mask=inside)
+            tl.store(there + at, tl.load(here + at, mask=inside).to(TARGET), mask=inside)
+
+
+@triton.jit(do_not_specialize=["s0", "t0", "s1", "t1", "s2", "t2", "s3", "t3"])
+def _add(
+    s0,
+    t0,
+    s1,
+    t1,
+    s2,
+    t2,
+    s3,
+    t3,
+    table,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    run, n = table + tl.program_id(0), tl.num_programs(0)
+    pair, to, count = tl.load(run), tl.load(run + 2 * n), tl.load(run + 3 * n)
+    rows, step_to, chain = tl.load(run + 4 * n), tl.load(run + 6 * n), tl.load(run + 7 * n)
+    source = tl.where(pair == 0, s0, tl.where(pair == 1, s1, tl.where(pair == 2, s2, s3))).to(tl.pointer_type(SOURCE))
+    target = tl.where(pair == 0, t0, tl.where(pair == 1, t1, tl.where(pair == 2, t2, t3))).to(tl.pointer_type(TARGET))
+    for row in range(rows):
+        there = target + to + row * step_to
+        for first in range(0, count, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            inside = at < count
+            value = tl.load(there + at, mask=inside)
+            for part in range(chain):
+                here = source + tl.load(run + n + part) + row * tl.load(run + 5 * n + part)
+                value += tl.load(here + at, mask=inside).to(TARGET)
             tl.store(there + at, value, mask=inside)
 
 

@@ -3,12 +3,14 @@
 The heads of a row lie side by side on a shelf and in a message, so every block is a list of *row runs*: some number of
 rows of equal length, at equal distances, that move from one tensor to another. All messages of a stage lie in one
 allocation, so a few pairs of tensors (a field of a shelf, and the messages) cover everything that moves to or from all
-peers. One launch moves all of it, however many blocks there are. Outputs are reduced message by message, so that their
-order is fixed; laid ones (:mod:`flexcp.executor.run.laid_rows`) are copied together with inputs.
+peers. One launch moves all of it, however many blocks there are. Results are reduced in the order of messages. One
+launch adds all gradients of a stage (:mod:`flexcp.executor.run.row_sums`); outputs are merged message by message. Laid
+results (:mod:`flexcp.executor.run.laid_rows`) are copied together with inputs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +22,7 @@ from flexcp.arrays.intervals import spread
 from flexcp.executor.run.laid_rows import FINISHED, other_areas
 from flexcp.executor.run.message_parts import message_bytes, message_parts
 from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows
+from flexcp.executor.run.row_sums import Additions, sum_runs
 from flexcp.plan.memory import KEYS, QUERIES, aligned_starts
 from flexcp.shape import DTYPE_BYTES, FIELDS, OUTPUTS, Field, Kind, Shape
 
@@ -83,7 +86,7 @@ class Launch:
     """Moves with the same :attr:`Move.key`, done by one kernel launch.
 
     ``pairs`` has one move for each pair of a source and a target tensor, ``table`` the row runs of all moves, one per
-    column (:func:`_runs`, :func:`_merged_runs`).
+    column (:func:`_runs`, :func:`_merged_runs`, :func:`flexcp.executor.run.row_sums.sum_runs`).
     """
 
     pairs: tuple[Move, ...]
@@ -140,21 +143,22 @@ class _Builder:
                     yield Move("copy", self._on_shelf(block, field), there, self._length(block, field))
 
     def arrivals(self, messages: list[Message]) -> list[Launch]:
-        """Return the launches that take in messages: inputs of all messages together, then outputs message by message.
+        """Return the launches that take in messages.
 
-        The blocks of a message whose outputs may share rows get separate launches.
+        Inputs and laid results of all messages are copied together and gradients added together, but outputs are merged
+        message by message. The blocks of a message whose outputs may share rows get separate launches.
         """
-        laid: list[Move] = []
-        summed: list[Launch] = []
+        together: list[Move] = []
+        merged: list[Launch] = []
         for blocks in self._in_messages(messages):
             taken = [list(self._taken_in(block, places)) for block, places in blocks]
-            laid += [move for moves in taken for move in moves if move.what == "copy"]
-            outputs = [moves for moves in taken if moves and moves[0].what != "copy"]
+            together += [move for moves in taken for move in moves if move.what != "merge"]
+            outputs = [moves for moves in taken if moves and moves[0].what == "merge"]
             # One launch must not write a row twice, so blocks that may share rows get separate launches.
-            if _disjoint([block for block, _ in blocks if block.kind in OUTPUTS]):
+            if _disjoint([block for block, _ in blocks if block.kind == Kind.O]):
                 outputs = [[move for moves in outputs for move in moves]]
-            summed += [launch for moves in outputs for launch in self.launches(moves)]
-        return self.launches(laid) + summed
+            merged += [launch for moves in outputs for launch in self.launches(moves)]
+        return self.launches(together) + merged
 
     def rounded(self, side: int) -> Iterator[Move]:
         """Yield the moves of sums to finished results, for all results of a side's own rows that are not laid.
@@ -252,6 +256,10 @@ class _Builder:
         if examples[0].what == "merge":
             table = np.concatenate([_merged_runs(move) for move in pairs[0]], axis=1)
             longest = max(move.heads for move in pairs[0])
+        elif examples[0].what == "add":
+            added = [_additions(move, number) for number, moves in enumerate(pairs) for move in moves]
+            table = sum_runs(Additions(*(np.concatenate(columns) for columns in zip(*added, strict=True))))
+            longest = int(table[3].max(initial=1))
         else:
             parts = [_runs(move, number) for number, moves in enumerate(pairs) for move in moves]
             table = np.concatenate(parts, axis=1)
@@ -278,7 +286,7 @@ def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]
 
 
 def _runs(move: Move, pair: int) -> Ints:
-    """Return the row runs of a copy or an addition between the ``pair``-th pair of tensors, one run per column.
+    """Return the row runs of a copy between the ``pair``-th pair of tensors, one run per column.
 
     The rows of the table are ``pair, from, to, length, rows, step from, step to``, in bytes for a plain copy, else in
     elements. Rows without gaps on both sides are joined into one long row.
@@ -294,6 +302,14 @@ def _runs(move: Move, pair: int) -> Ints:
     if gapless:  # one long row
         length, rows = length * rows, np.ones_like(rows)
     return np.stack(np.broadcast_arrays(pair, begin, to, length, rows, *steps))
+
+
+def _additions(move: Move, pair: int) -> Additions:
+    """Return the additions of a move between the ``pair``-th pair of tensors."""
+    here, there, rows = _stretches(move.source.rows, move.target.rows, sys.maxsize)
+    first = move.source.start + here * move.source.step
+    columns = (pair, first, move.source.step, there, rows, move.target.start, move.target.step, move.length)
+    return Additions(*np.broadcast_arrays(*columns))
 
 
 def _merged_runs(move: Move) -> Ints:

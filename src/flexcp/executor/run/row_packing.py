@@ -74,8 +74,8 @@ def _run(launch: _OnDevice, memory: Tensor | None, shelves: Shelves) -> None:
     elif launch.made.word:
         row_kernels.copy_rows(pairs, launch.table, launch.made.word, launch.made.longest)
     else:
-        types = (_dtype(move.source), _dtype(move.target))
-        row_kernels.add_rows(pairs, launch.table, *types, launch.made.longest, add=move.what == "add")
+        act = row_kernels.add_rows if move.what == "add" else row_kernels.convert_rows
+        act(pairs, launch.table, _dtype(move.source), _dtype(move.target), launch.made.longest)
 
 
 def _tensor(place: Place, memory: Tensor | None, shelves: Shelves) -> Tensor:
