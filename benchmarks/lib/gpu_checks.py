@@ -333,7 +333,8 @@ def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: i
     columns: list[Any] = [np.minimum(run, rows - first), heads]
     for step, start in ((heads * width, 0), (2 * heads * width, heads * width), (heads, 0), (2 * heads, heads)):
         columns += [start + first * step, step]
-    table = torch.from_numpy(np.stack(np.broadcast_arrays(*columns)).astype(np.int64)).cuda()
+    chain = 1
+    table = torch.from_numpy(np.stack(np.broadcast_arrays(*columns, chain)).astype(np.int64)).cuda()
     source = torch.randn(rows, heads, width, device="cuda", dtype=torch.bfloat16)
     source_lse = torch.randn(rows, heads, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

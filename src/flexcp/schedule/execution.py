@@ -101,10 +101,10 @@ def with_execution(
     elif most_ahead > 1:
         ahead, beside = _posted_early(program, work, beside, rows)
     margin = _margins(work, beside, rows)
-    if posting is not None:
-        # Transfers may still be under way in slots after all work; what is copied there leaves them as much room.
-        last = int(np.flatnonzero(work.any(axis=0)).max(initial=0))
-        margin[last:] = margin[last]
+    # Transfers may still be under way in slots after all work; what is copied there, or relayed keys that came later
+    # than expected, leave them as much room.
+    last = int(np.flatnonzero(work.any(axis=0)).max(initial=0))
+    margin[last:] = margin[last]
     return replace(program, execution=Execution(rounds, ahead, margin))
 
 

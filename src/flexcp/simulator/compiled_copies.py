@@ -2,8 +2,7 @@
 
 A result that arrives complete at the owner of its tokens is *laid*: copied as it came, with the inputs of the stage.
 Row k of the table ``kinds`` describes kind k: the bytes of one token and head when it travels whole (WIRE), when it
-travels as a partial result (WIRE_IN_PART) and in the accumulator's dtype (SHELF), and whether it is a RESULT: 0 for
-inputs, MERGED for outputs and ADDED for gradients.
+travels as a partial result (WIRE_IN_PART) and in the accumulator's dtype (SHELF), and whether it is a RESULT.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from flexcp.arrays.jit import compiled
 
 Ints = NDArray[np.int64]
 WIRE, WIRE_IN_PART, SHELF, RESULT, KIND_COLUMNS = range(5)
-MERGED, ADDED = 1, 2
 
 
 @compiled
@@ -41,13 +39,12 @@ def sum_copies(
 
     The columns ``stage`` to ``partial`` are those of the transfers, sorted by stage, then source. Row k of ``kinds``
     describes kind k of piece (see the module's docstring); ``sizes`` holds the numbers of ranks and stages. One launch
-    of a kernel unpacks all inputs and laid results of a stage, and one adds its gradients, which reads and writes what
-    they are added to once (:func:`read_again`). The outputs of each message need a launch of their own.
+    of a kernel unpacks all inputs and laid results of a stage, and one reduces its other results. That one reads and
+    writes what they are reduced into once, but it is counted for each of them here: see :func:`read_again`.
     """
     shape = (sizes[0], sizes[1])
     pack, take_in, launches = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    copies, adding = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)  # any copied yet; any added yet
-    merged = np.full(shape, -1, np.int64)  # the last sender of merged results
+    copies, reduces = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)  # any copied yet; any reduced yet
     complete, adds = np.zeros(sizes[0], np.int64), np.zeros(sizes[0], np.int64)
     for i in range(len(stage)):
         s, a, b, k = stage[i], source[i], target[i], kind[i]
@@ -55,9 +52,9 @@ def sum_copies(
         wire, result = tokens * kinds[k, WIRE + partial[i]], kinds[k, RESULT]
         shelf = tokens * kinds[k, SHELF] if result else wire
         copied = result == 0 or (partial[i] == 0 and owner[i] == b)
-        if result > 0 and copied:
+        if result == 1 and copied:
             complete[b] += shelf + wire
-        if result > 0 and not copied and owner[i] == b:
+        if result == 1 and not copied and owner[i] == b:
             adds[b] = 1
         take_in[b, s] += wire if copied else 2 * shelf
         if a == b:
@@ -68,21 +65,18 @@ def sum_copies(
         if copied and copies[b, s] == 0:
             copies[b, s] = 1
             launches[b, s] += 1
-        if not copied and result == ADDED and adding[b, s] == 0:
-            adding[b, s] = 1
-            launches[b, s] += 1
-        if not copied and result == MERGED and merged[b, s] != a:
-            merged[b, s] = a
+        if not copied and reduces[b, s] == 0:
+            reduces[b, s] = 1
             launches[b, s] += 1
     return pack, take_in, launches, complete, adds
 
 
 @compiled
 def read_again(place: Ints, target: Ints, start: Ints, stop: Ints, size: Ints, places: int) -> Ints:
-    """Return, for each place, the bytes of targets that would be read and written again by later additions.
+    """Return, for each place, the bytes of targets into which more than one result is reduced, once for each but one.
 
-    An addition adds tokens ``start`` to ``stop`` to a ``target``, all of whose additions are at one ``place``, numbered
-    up to ``places``; ``size`` is the bytes of a token. Additions are sorted by target, then start.
+    A result has tokens ``start`` to ``stop`` of a ``target``, whose results all arrive at one ``place``; ``places`` is
+    their number, and ``size`` the bytes of a token. Results are sorted by target, then start.
     """
     again, end = np.zeros(places, np.int64), np.int64(0)
     for i in range(len(place)):

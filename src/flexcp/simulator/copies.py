@@ -14,8 +14,8 @@ memory:
     pack a result               read in the accumulator's dtype, written as it travels
     take in an input            twice the piece
     lay a result                twice the piece
-    add or merge a result       read as it came; what it is added to is read and written in the accumulator's dtype,
-                                once for all gradients of a stage, but for each message with outputs
+    add or merge a result       read as it came; what it is reduced into is read and written in the accumulator's
+                                dtype, once for all results of a stage
     a rank's own piece          taken in from its own shelf, if the plan copies it to another one
     results of a new shelf      written once, in the accumulator's dtype
     a rank's own results        written once like this in the first slot, unless all of them are laid; those not
@@ -24,9 +24,8 @@ memory:
     ==========================  =================================================================
 
 Each launch also costs the start of a kernel: one launch packs a stage, one takes in its inputs and lays its results,
-one adds its gradients (:mod:`flexcp.executor.run.row_sums`), and one merges the outputs of each message, because
-outputs must be merged in a fixed order. A program of one stage is only an attention kernel. What attention itself reads
-and writes is part of attention's time.
+and one adds or merges all other results (:mod:`flexcp.executor.run.row_chains`). A program of one stage is only an
+attention kernel. What attention itself reads and writes is part of attention's time.
 
 The fast kernel on Hopper writes each own row of a forward's output once, when it is complete
 (:mod:`flexcp.executor.run.finished_rows`). On such a cluster (``Cluster.writes_results_once``) own outputs of a rank
@@ -80,7 +79,7 @@ def find_copies(
     ``messages_only``, only the bytes of the messages are copied, as they travel, in one launch at each end. ``inputs``
     are the inputs of the pass (:func:`flexcp.plan.slots.pass_inputs`) if the caller has them.
     """
-    from flexcp.simulator.compiled_copies import ADDED, MERGED, sum_copies  # compiled: only simulations need Numba
+    from flexcp.simulator.compiled_copies import sum_copies  # compiled: only simulations need Numba
 
     program, shape, ranks = plan.programs[mask][backward], plan.shape, plan.ranks
     t, stages = program.transfers, program.stages
@@ -88,12 +87,10 @@ def find_copies(
         both = 2 * t.bytes(shape)
         pack, take_in = (_summed(rank * stages + t.stage, both, (ranks, stages)) for rank in (t.source, t.target))
         return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
-    result = np.where(np.arange(len(Kind)) == Kind.O, MERGED, ADDED * IS_OUTPUT)
-    kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), result])
+    kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), IS_OUTPUT])
     columns = (getattr(t, name) for name in t.names())
     pack, take_in, launches, laid, adds = sum_copies(*columns, kinds, np.array([ranks, stages]))
-    if backward:
-        take_in -= _added_again(t, ranks, stages, shape)
+    take_in -= _reduced_again(t, ranks, stages, shape)
     inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
     take_in += _cleared(inputs, ranks, stages, backward, shape)
     if stages > 1:
@@ -107,19 +104,19 @@ def find_copies(
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
 
 
-def _added_again(t: Transfers, ranks: int, stages: int, shape: Shape) -> Ints:
-    """Return the bytes ``[rank, stage]`` that are not copied because one launch adds all gradients of a stage.
+def _reduced_again(t: Transfers, ranks: int, stages: int, shape: Shape) -> Ints:
+    """Return the bytes ``[rank, stage]`` that are not copied because one launch reduces all results of a stage.
 
-    These are the targets of gradients that several messages bring: they are read and written once.
+    These are what several messages bring results of: it is read and written once.
     """
     from flexcp.simulator.compiled_copies import read_again
 
-    added = np.flatnonzero(IS_OUTPUT[t.kind] & ((t.partial == 1) | (t.owner != t.target)) & (t.source != t.target))
+    reduced = np.flatnonzero(IS_OUTPUT[t.kind] & ((t.partial == 1) | (t.owner != t.target)) & (t.source != t.target))
     # Pieces with different heads are cut so that two of them have the same heads or none in common.
-    borders = np.unique(np.concatenate([t.h0[added], t.h1[added]]))
-    first = np.searchsorted(borders, t.h0[added])
-    part, within = spread(np.searchsorted(borders, t.h1[added]) - first)
-    at, band = added[part], first[part] + within
+    borders = np.unique(np.concatenate([t.h0[reduced], t.h1[reduced]]))
+    first = np.searchsorted(borders, t.h0[reduced])
+    part, within = spread(np.searchsorted(borders, t.h1[reduced]) - first)
+    at, band = reduced[part], first[part] + within
     place = t.target[at] * stages + t.stage[at]
     target = ((place * len(Kind) + t.kind[at]) * ranks + t.owner[at]) * len(borders) + band
     order = np.lexsort((t.start[at], target))

@@ -36,7 +36,7 @@ from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.check import PlanError
 from flexcp.plan.issue import issued_parts
 from flexcp.plan.plan import Plan
-from flexcp.shape import FIELDS, OUTPUTS, Kind
+from flexcp.shape import FIELDS, OUTPUTS
 from flexcp.simulator.copies import find_copies
 from flexcp.simulator.passes import Rules, pass_model, run_pass
 
@@ -239,12 +239,10 @@ def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list
             return sizes(block)[0]
         return sizes(block)[1] * (1 + (block.kind in OUTPUTS))
 
-    def added_again(slot: Slot) -> int:
-        """Return the bytes of gradients' sums that are read and written once instead of once for each message."""
+    def reduced_again(slot: Slot) -> int:
+        """Return the bytes of results that are read and written once instead of once for each message."""
         seen: Counter[tuple[int, int, int, int]] = Counter()
-        for block in (
-            b for m in slot.receive for b in m.blocks if b.kind in OUTPUTS and not b.laid and b.kind != Kind.O
-        ):
+        for block in (b for m in slot.receive for b in m.blocks if b.kind in OUTPUTS and not b.laid):
             rows = range(block.rows.start, block.rows.stop) if isinstance(block.rows, slice) else block.rows.tolist()
             seen.update(product([block.kind], [block.shelf], rows, range(block.h0, block.h1)))
         size = {kind: sum(one.numbers(shape) for one in FIELDS[kind]) * precise for kind in OUTPUTS}
@@ -256,7 +254,7 @@ def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list
         packed[stage] = sum(sum(sizes(block)) for message in slot.send for block in message.blocks)
         came = [(sizes(block)[0], block) for message in slot.receive for block in message.blocks]
         came += [(sizes(here)[1], there) for here, there in slot.own]
-        taken[stage] = sum(read + written(block) for read, block in came) - added_again(slot)
+        taken[stage] = sum(read + written(block) for read, block in came) - reduced_again(slot)
         laid += sum(sum(sizes(block)) for _, block in came if block.laid)
     types = types_of(torch.empty(0, dtype=getattr(torch, shape.dtype)))
     types = replace(types, statistics=types.accumulator)  # as on a GPU
@@ -295,15 +293,11 @@ def test_the_simulator_counts_the_bytes_that_a_rank_copies(
     launches = find_copies(plan, 0, backward, mbps=1000, launch_ns=10**9)
     for rank in range(plan.ranks):
         for stage, slot in enumerate(rank_program(plan, rank, 0, backward).slots):
-            copied = any(
-                block.laid or block.kind not in OUTPUTS for message in slot.receive for block in message.blocks
-            )
-            merges = sum(
-                any(block.kind in OUTPUTS and not block.laid for block in message.blocks) for message in slot.receive
-            )
-            merges = min(merges, 1) if backward else merges  # one launch adds all gradients
+            blocks = [block for message in slot.receive for block in message.blocks]
+            copied = any(block.laid or block.kind not in OUTPUTS for block in blocks)
+            reduced = any(block.kind in OUTPUTS and not block.laid for block in blocks)
             assert launches.pack[rank, stage] // 10**9 == bool(slot.send)
-            assert launches.take_in[rank, stage] // 10**9 == copied + merges
+            assert launches.take_in[rank, stage] // 10**9 == copied + reduced
     messages = find_copies(plan, 0, backward, mbps=1000, launch_ns=0, messages_only=True)
     assert messages.pack.sum(axis=1).tolist() == (2 * plan.bytes(backward).sum(axis=1)).tolist()
     assert messages.take_in.sum(axis=1).tolist() == (2 * plan.bytes(backward).sum(axis=0)).tolist()

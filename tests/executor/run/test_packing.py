@@ -129,11 +129,7 @@ for kind, backward in ((Kind.O, False), (Kind.DQ, True), (Kind.DKV, True)):
         held = {n: new_results(s, backward, shape, types) for n, s in enumerate(shelves)}
         packing.unpack(0, buffers, held)
         results.append(held)
-    launches = len(packing._unpacks[0])
-    if backward:
-        assert launches == 1, "one launch adds the gradients of all messages"
-    else:
-        assert launches == 4, "one launch would let two programs write the same rows"
+    assert len(packing._unpacks[0]) == 1, "one launch takes in the results of all messages"
     for number in held:
         for name in held[number]:
             bounds = {"atol": 0, "rtol": 0} if backward else {}  # gradients are added in the order of messages
@@ -189,5 +185,5 @@ def test_outputs_are_merged_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None
             return lambda *arguments, **options: asked.update(options)
 
     monkeypatch.setattr(row_kernels, "_merge", Launched())
-    row_kernels.merge_rows(*(torch.zeros(8) for _ in range(4)), torch.zeros(10, 1, dtype=torch.int64), 1, 8)
+    row_kernels.merge_rows(*(torch.zeros(8) for _ in range(4)), torch.zeros(11, 1, dtype=torch.int64), 1, 8)
     assert asked == {"num_warps": 1}

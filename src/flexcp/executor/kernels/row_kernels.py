@@ -49,8 +49,8 @@ def add_rows(pairs: Pairs, table_8n: Tensor, source: torch.dtype, target: torch.
     """Add row runs to the target, in the target's dtype.
 
     The table is that of :func:`copy_rows` in elements, with one more row: the number of runs in the chain that begins
-    with a run. A program adds all runs of its chain, which lie side by side in the table, to the same rows of the
-    target; runs of other chains must not touch these rows. A run that is not the first of its chain has 0 rows.
+    with a run, or 0 for one that is not the first of its chain. A program adds all runs of its chain, which lie side by
+    side in the table, to the same rows of the target; runs of other chains must not touch these rows.
     """
     if table_8n.shape[1]:
         block, kinds = _block(longest), (NUMBERS[source], NUMBERS[target])
@@ -58,18 +58,19 @@ def add_rows(pairs: Pairs, table_8n: Tensor, source: torch.dtype, target: torch.
 
 
 def merge_rows(
-    source: Tensor, target: Tensor, source_lse: Tensor, target_lse: Tensor, table_10n: Tensor, heads: int, width: int
+    source: Tensor, target: Tensor, source_lse: Tensor, target_lse: Tensor, table_11n: Tensor, heads: int, width: int
 ) -> None:
     """Merge rows of partial attention outputs, ``width`` elements per head, into the target by their LSEs, in place.
 
-    Each column of the table is a run of rows: number of rows, heads of a row, then the first element and the step from
-    row to row of source, target, source LSE and target LSE. ``heads`` is the most heads of any run.
+    Each column of the table is a run of rows: number of rows, heads of a row, the first element and the step from row
+    to row of source, target, source LSE and target LSE, and the number of runs in its chain, as in :func:`add_rows`.
+    ``heads`` is the most heads of any run.
     """
-    if table_10n.shape[1]:
+    if table_11n.shape[1]:
         tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
         tensors = (source, target, source_lse, target_lse)
         # One warp per program: with several, a slow warp could load a row's LSEs after a fast one has overwritten them.
-        _merge[(table_10n.shape[1],)](*tensors, table_10n, width, tile, triton.next_power_of_2(width), num_warps=1)
+        _merge[(table_11n.shape[1],)](*tensors, table_11n, width, tile, triton.next_power_of_2(width), num_warps=1)
 
 
 def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH: Tensor) -> None:
@@ -162,6 +163,7 @@ def _add(
     run, n = table + tl.program_id(0), tl.num_programs(0)
     pair, to, count = tl.load(run), tl.load(run + 2 * n), tl.load(run + 3 * n)
     rows, step_to, chain = tl.load(run + 4 * n), tl.load(run + 6 * n), tl.load(run + 7 * n)
+    rows = tl.where(chain > 0, rows, 0)
     source = tl.where(pair == 0, s0, tl.where(pair == 1, s1, tl.where(pair == 2, s2, s3))).to(tl.pointer_type(SOURCE))
     target = tl.where(pair == 0, t0, tl.where(pair == 1, t1, tl.where(pair == 2, t2, t3))).to(tl.pointer_type(TARGET))
     for row in range(rows):
@@ -181,31 +183,33 @@ def _merge(
     source, target, source_lse, target_lse, table, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):
     run, n = table + tl.program_id(0), tl.num_programs(0)
-    rows, heads = tl.load(run), tl.load(run + n)
-    source += tl.load(run + 2 * n)
+    rows, heads, chain = tl.load(run), tl.load(run + n), tl.load(run + 10 * n)
+    rows = tl.where(chain > 0, rows, 0)
     target += tl.load(run + 4 * n)
-    source_lse += tl.load(run + 6 * n)
     target_lse += tl.load(run + 8 * n)
-    steps = tl.load(run + 3 * n), tl.load(run + 5 * n), tl.load(run + 7 * n), tl.load(run + 9 * n)
+    step, lse_step = tl.load(run + 5 * n), tl.load(run + 9 * n)
     column = tl.arange(0, BLOCK)[None, :]
     for row in range(rows):
         for first in range(0, heads, HEADS):
             head = first + tl.arange(0, HEADS)
             there = head < heads
-            lse_at = target_lse + row * steps[3] + head
-            a = tl.load(lse_at, mask=there, other=float("-inf"))
-            b = tl.load(source_lse + row * steps[2] + head, mask=there, other=float("-inf"))
-            top = tl.maximum(a, b)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            total = top + tl.log(tl.exp(a - top) + tl.exp(b - top))
-            seen = tl.where(total == float("-inf"), 0.0, total)
             at = head[:, None] * WIDTH + column
             inside = there[:, None] & (column < WIDTH)
-            old = tl.load(target + row * steps[1] + at, mask=inside, other=0.0)
-            new = tl.load(source + row * steps[0] + at, mask=inside, other=0.0).to(old.dtype)
-            value = old * tl.exp(a - seen)[:, None] + new * tl.exp(b - seen)[:, None]
-            tl.store(target + row * steps[1] + at, value, mask=inside)
-            tl.store(lse_at, total, mask=there)
+            value = tl.load(target + row * step + at, mask=inside, other=0.0)
+            lse = tl.load(target_lse + row * lse_step + head, mask=there, other=float("-inf"))
+            for part in range(chain):
+                here = source + tl.load(run + 2 * n + part) + row * tl.load(run + 3 * n + part)
+                its_lse = source_lse + tl.load(run + 6 * n + part) + row * tl.load(run + 7 * n + part)
+                more = tl.load(its_lse + head, mask=there, other=float("-inf"))
+                top = tl.maximum(lse, more)
+                top = tl.where(top == float("-inf"), 0.0, top)
+                total = top + tl.log(tl.exp(lse - top) + tl.exp(more - top))
+                seen = tl.where(total == float("-inf"), 0.0, total)
+                new = tl.load(here + at, mask=inside, other=0.0).to(value.dtype)
+                value = value * tl.exp(lse - seen)[:, None] + new * tl.exp(more - seen)[:, None]
+                lse = total
+            tl.store(target + row * step + at, value, mask=inside)
+            tl.store(target_lse + row * lse_step + head, lse, mask=there)
 
 
 @triton.jit(do_not_specialize=["heads"])

@@ -3,82 +3,29 @@
 The heads of a row lie side by side on a shelf and in a message, so every block is a list of *row runs*: some number of
 rows of equal length, at equal distances, that move from one tensor to another. All messages of a stage lie in one
 allocation, so a few pairs of tensors (a field of a shelf, and the messages) cover everything that moves to or from all
-peers. One launch moves all of it, however many blocks there are. Results are reduced in the order of messages. One
-launch adds all gradients of a stage (:mod:`flexcp.executor.run.row_sums`); outputs are merged message by message. Laid
-results (:mod:`flexcp.executor.run.laid_rows`) are copied together with inputs.
+peers. One launch moves all of it, however many blocks there are. One launch also adds, or merges, all results of a
+stage, in the order of messages (:mod:`flexcp.executor.run.row_chains`); laid results
+(:mod:`flexcp.executor.run.laid_rows`) are copied together with inputs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import spread
 from flexcp.executor.run.laid_rows import FINISHED, other_areas
 from flexcp.executor.run.message_parts import message_bytes, message_parts
-from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows
-from flexcp.executor.run.row_sums import Additions, sum_runs
+from flexcp.executor.run.rank_program import Block, Message, RankProgram
+from flexcp.executor.run.row_runs import Move, Place, copy_runs, count_in_words, merge_runs, sum_runs
 from flexcp.plan.memory import KEYS, QUERIES, aligned_starts
 from flexcp.shape import DTYPE_BYTES, FIELDS, OUTPUTS, Field, Kind, Shape
 
 Ints = NDArray[np.int64]
 PAIRS = 4
 """The most pairs of tensors that one launch moves rows between; the kernels of ``row_kernels.py`` take that many."""
-RUN_BYTES = 32_768
-RUN_ROWS = 16
-"""The most bytes and rows of one row run, which one GPU program moves row by row; a longer row is a run by itself."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Rows of a field on a shelf, or in the stage's messages (``shelf`` is None).
-
-    Row r begins at element ``start + r * step``. ``name`` is the field's name, such as ``"k"``, and ``dtype`` the name
-    of the torch dtype in that place.
-    """
-
-    shelf: int | None
-    name: str
-    dtype: str
-    rows: Rows
-    start: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Move:
-    """Rows of ``length`` elements that are copied, added or merged from one place to another.
-
-    ``what`` is ``"copy"``, ``"add"`` or ``"merge"``. Outputs are merged by their LSEs: a row then has ``heads`` heads,
-    with one LSE each, and ``lse`` are the places of the source's and the target's LSEs.
-    """
-
-    what: str
-    source: Place
-    target: Place
-    length: int
-    heads: int = 0
-    lse: tuple[Place, Place] | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether the move is a copy without a change of dtype."""
-        return self.what == "copy" and self.source.dtype == self.target.dtype
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What moves must have in common to share a launch: being plain copies, or the same operation and dtypes."""
-        return ("bytes",) if self.plain else (self.what, self.source.dtype, self.target.dtype)
-
-    @property
-    def pair(self) -> tuple[object, ...]:
-        """What identifies the source tensor and the target tensor; equal for moves between the same two tensors."""
-        return self.source.shelf, self.target.shelf, self.target.name, self.source.dtype
 
 
 @dataclass(frozen=True)
@@ -86,7 +33,7 @@ class Launch:
     """Moves with the same :attr:`Move.key`, done by one kernel launch.
 
     ``pairs`` has one move for each pair of a source and a target tensor, ``table`` the row runs of all moves, one per
-    column (:func:`_runs`, :func:`_merged_runs`, :func:`flexcp.executor.run.row_sums.sum_runs`).
+    column (:mod:`flexcp.executor.run.row_runs`).
     """
 
     pairs: tuple[Move, ...]
@@ -143,22 +90,9 @@ class _Builder:
                     yield Move("copy", self._on_shelf(block, field), there, self._length(block, field))
 
     def arrivals(self, messages: list[Message]) -> list[Launch]:
-        """Return the launches that take in messages.
-
-        Inputs and laid results of all messages are copied together and gradients added together, but outputs are merged
-        message by message. The blocks of a message whose outputs may share rows get separate launches.
-        """
-        together: list[Move] = []
-        merged: list[Launch] = []
-        for blocks in self._in_messages(messages):
-            taken = [list(self._taken_in(block, places)) for block, places in blocks]
-            together += [move for moves in taken for move in moves if move.what != "merge"]
-            outputs = [moves for moves in taken if moves and moves[0].what == "merge"]
-            # One launch must not write a row twice, so blocks that may share rows get separate launches.
-            if _disjoint([block for block, _ in blocks if block.kind == Kind.O]):
-                outputs = [[move for moves in outputs for move in moves]]
-            merged += [launch for moves in outputs for launch in self.launches(moves)]
-        return self.launches(together) + merged
+        """Return the launches that take in messages: one of each kind, if all of its moves fit into one launch."""
+        places = self._in_messages(messages)
+        return self.launches(move for blocks in places for each in blocks for move in self._taken_in(*each))
 
     def rounded(self, side: int) -> Iterator[Move]:
         """Yield the moves of sums to finished results, for all results of a side's own rows that are not laid.
@@ -252,106 +186,15 @@ class _Builder:
     def _launch(self, pairs: list[list[Move]]) -> Launch:
         """Return one launch of the given moves, which are grouped by pairs of source and target tensor."""
         examples = tuple(moves[0] for moves in pairs)
-        word = 0
-        if examples[0].what == "merge":
-            table = np.concatenate([_merged_runs(move) for move in pairs[0]], axis=1)
+        what, word = examples[0].what, 0
+        if what == "merge":
+            table = merge_runs(pairs[0])
             longest = max(move.heads for move in pairs[0])
-        elif examples[0].what == "add":
-            added = [_additions(move, number) for number, moves in enumerate(pairs) for move in moves]
-            table = sum_runs(Additions(*(np.concatenate(columns) for columns in zip(*added, strict=True))))
+        elif what == "add":
+            table = sum_runs(pairs)
             longest = int(table[3].max(initial=1))
         else:
-            parts = [_runs(move, number) for number, moves in enumerate(pairs) for move in moves]
-            table = np.concatenate(parts, axis=1)
-            word = _count_in_words(table) if examples[0].plain else 0
+            table = np.concatenate([copy_runs(each, at) for at, moves in enumerate(pairs) for each in moves], axis=1)
+            word = count_in_words(table) if examples[0].plain else 0
             longest = int(table[3].max(initial=1))
         return Launch(examples, table, word, longest)
-
-
-def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
-    """Split a move of rows into stretches that ascend by one on both sides, of at most ``most`` rows each.
-
-    Returns (first source row, first target row, number of rows) of each stretch.
-    """
-    if isinstance(source, slice) and isinstance(target, slice):
-        first = np.array([[source.start], [target.start]])
-        count = np.array([source.stop - source.start])
-    else:
-        rows = np.stack([np.arange(r.start, r.stop) if isinstance(r, slice) else r for r in (source, target)])
-        begins = np.flatnonzero(np.any(np.diff(rows, axis=1, prepend=rows[:, :1] - 2) != 1, axis=0))
-        first, count = rows[:, begins], np.diff(begins, append=rows.shape[1])
-    index, part = spread(-(-count // most))
-    skipped = part * most
-    return first[0, index] + skipped, first[1, index] + skipped, np.minimum(most, count[index] - skipped)
-
-
-def _runs(move: Move, pair: int) -> Ints:
-    """Return the row runs of a copy between the ``pair``-th pair of tensors, one run per column.
-
-    The rows of the table are ``pair, from, to, length, rows, step from, step to``, in bytes for a plain copy, else in
-    elements. Rows without gaps on both sides are joined into one long row.
-    """
-    unit = DTYPE_BYTES[move.source.dtype] if move.plain else 1
-    gapless = move.source.step == move.target.step == move.length
-    most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.source.dtype]))
-    here, there, rows = _stretches(move.source.rows, move.target.rows, most if gapless else min(most, RUN_ROWS))
-    begin = (move.source.start + here * move.source.step) * unit
-    to = (move.target.start + there * move.target.step) * unit
-    steps = (move.source.step * unit, move.target.step * unit)
-    length = np.full(len(rows), move.length * unit)
-    if gapless:  # one long row
-        length, rows = length * rows, np.ones_like(rows)
-    return np.stack(np.broadcast_arrays(pair, begin, to, length, rows, *steps))
-
-
-def _additions(move: Move, pair: int) -> Additions:
-    """Return the additions of a move between the ``pair``-th pair of tensors."""
-    here, there, rows = _stretches(move.source.rows, move.target.rows, sys.maxsize)
-    first = move.source.start + here * move.source.step
-    columns = (pair, first, move.source.step, there, rows, move.target.start, move.target.step, move.length)
-    return Additions(*np.broadcast_arrays(*columns))
-
-
-def _merged_runs(move: Move) -> Ints:
-    """Return the row runs of a merge, one per column.
-
-    The rows of the table are ``rows, heads``, then the first element and the step of source, target, source LSE and
-    target LSE.
-    """
-    assert move.lse is not None
-    most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.target.dtype]))
-    here, there, rows = _stretches(move.source.rows, move.target.rows, min(most, RUN_ROWS))
-    columns: list[Any] = [rows, move.heads]
-    for place, first in ((move.source, here), (move.target, there), (move.lse[0], here), (move.lse[1], there)):
-        columns += [place.start + first * place.step, place.step]
-    return np.stack(np.broadcast_arrays(*columns))
-
-
-def _count_in_words(runs: Ints) -> int:
-    """Change row runs in place from bytes to the longest words that divide all their numbers; return a word's bytes.
-
-    A word has 1, 2, 4, 8 or 16 bytes.
-    """
-    counted = (1, 2, 3, 5, 6)
-    common = int(np.bitwise_or.reduce([np.bitwise_or.reduce(runs[column]) for column in counted], initial=16))
-    word = common & -common
-    for column in counted:
-        runs[column] >>= word.bit_length() - 1
-    return word
-
-
-def _disjoint(blocks: list[Block]) -> bool:
-    """Return whether no two blocks of the same kind can touch the same rows and heads of a shelf.
-
-    Each block is judged by the range from its first to its last row.
-    """
-    if len(blocks) < 2:
-        return True
-    ends = [
-        (b.rows.start, b.rows.stop) if isinstance(b.rows, slice) else (b.rows.min(), b.rows.max() + 1) for b in blocks
-    ]
-    spot = np.array([(b.kind, b.shelf, *rows, b.h0, b.h1) for b, rows in zip(blocks, ends, strict=True)])
-    kind, shelf, first, last, h0, h1 = spot.T
-    meet = (kind[:, None] == kind) & (shelf[:, None] == shelf)
-    meet &= (first[:, None] < last) & (first < last[:, None]) & (h0[:, None] < h1) & (h0 < h1[:, None])
-    return int(meet.sum()) == len(blocks)

@@ -15,7 +15,8 @@ from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import row_kernels, uploaded
 from flexcp.executor.run.message_layout import Shelves, Types
 from flexcp.executor.run.rank_program import RankProgram
-from flexcp.executor.run.row_moves import PAIRS, Launch, Place, RowMoves, row_moves
+from flexcp.executor.run.row_moves import PAIRS, Launch, RowMoves, row_moves
+from flexcp.executor.run.row_runs import Place
 from flexcp.shape import Shape
 
 assert PAIRS <= row_kernels.PAIRS, "row_moves.py, which loads no Triton, has a number of its own"
@@ -65,9 +66,9 @@ def _run(launch: _OnDevice, memory: Tensor | None, shelves: Shelves) -> None:
     move = launch.made.pairs[0]
     pairs = [(_tensor(m.source, memory, shelves), _tensor(m.target, memory, shelves)) for m in launch.made.pairs]
     if move.what == "merge":
-        assert move.lse is not None
-        source, target = pairs[0][0].view(_dtype(move.source)), pairs[0][1]
-        source_lse, target_lse = (_tensor(place, memory, shelves).view(_dtype(place)) for place in move.lse)
+        source, target, source_lse, target_lse = (
+            _tensor(place, memory, shelves).view(_dtype(place)) for place in move.merged
+        )
         row_kernels.merge_rows(
             source, target, source_lse, target_lse, launch.table, launch.made.longest, move.length // move.heads
         )
