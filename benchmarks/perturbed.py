@@ -56,10 +56,7 @@ def perturbed(cost: CostModel, price: str, percent: int) -> CostModel:
     if price == "links":
         return replace(cost, link_efficiency=cost.link_efficiency * percent // 100)
     if price == "kernels":
-        speeds = {
-            f"{way}_efficiency": getattr(cost, f"{way}_efficiency") * 100 // percent for way in ("forward", "backward")
-        }
-        return replace(cost, row_tile_pairs=cost.row_tile_pairs * percent // 100, **speeds)
+        return cost.with_kernels(percent)
     inside, across = (tuple(_contention(row, percent) for row in cost.rows_beside(way)) for way in (False, True))
     return replace(cost, contention=inside, contention_across=across)
 

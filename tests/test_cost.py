@@ -159,3 +159,15 @@ def test_both_tables_of_contention_are_read_back_and_have_the_same_margins() -> 
     assert CostModel().rows_beside(True) == H200_CONTENTION_ACROSS != CostModel().rows_beside(False)
     with pytest.raises(ValueError, match=r"the same margins; got \[0, 8\] and \[0\]"):
         CostModel(contention=rows, contention_across=rows[:1])
+
+
+def test_kernels_take_a_percentage_of_their_time() -> None:
+    cost, machine, shape = CostModel(), cluster("h100", 1, 1), Shape(8, 1, 128, 128)
+    work = np.array([10**12])
+    for percent in (70, 130):
+        other = cost.with_kernels(percent)
+        for backward in (False, True):
+            ns = [int(each.attention_ns(work, shape, machine, backward)[0]) for each in (cost, other)]
+            assert ns[1] / ns[0] == pytest.approx(percent / 100, rel=0.01)
+        assert other.row_tile_pairs == cost.row_tile_pairs * percent // 100
+        assert other.link_efficiency == cost.link_efficiency

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, astuple, dataclass, fields
+from dataclasses import MISSING, asdict, astuple, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -214,6 +214,13 @@ class CostModel:
         efficiency = self.backward_efficiency if backward else self.forward_efficiency
         flops = (5 if backward else 2) * (shape.head_dim + shape.v_head_dim)
         return _times(work, flops, efficiency, shape, cluster)
+
+    def with_kernels(self, percent: int) -> CostModel:
+        """Return these prices with attention that takes ``percent`` of its time, row tiles included."""
+        speeds = {
+            f"{way}_efficiency": getattr(self, f"{way}_efficiency") * 100 // percent for way in ("forward", "backward")
+        }
+        return replace(self, row_tile_pairs=self.row_tile_pairs * percent // 100, **speeds)
 
     # --- the rest of a layer ------------------------------------------------------------------------------------------
 

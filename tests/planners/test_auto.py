@@ -448,13 +448,44 @@ def test_a_huge_static_schedule_is_left_out_unless_effort_is_high(
     monkeypatch: pytest.MonkeyPatch, tried: dict[str, list[str]]
 ) -> None:
     monkeypatch.setattr(import_module(MODULE), "LARGE", 0)
-    asked = request([64_000])
+    asked = request([64_000, 64_000])
     large = {c.name for c in find_candidates(asked, HIGH_EFFORT) if c.is_static and c.transfers}
     auto(asked)
     assert "blocks" in tried["placed"] and not large & set(tried["placed"])
     tried["placed"].clear()
     auto(replace(asked, effort=HIGH_EFFORT))
     assert large & set(tried["placed"])
+
+
+@pytest.mark.parametrize(
+    "times, nodes, static, taken",
+    [
+        # simulated; with kernels 30 % faster; 30 % slower
+        ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 2, "", "groups"),
+        ({"blocks": (1000, 700, 1300), "groups": (1007, 810, 1200)}, 2, "", "blocks"),
+        ({"blocks": (1000, 800, 1300), "groups": (1009, 810, 1200)}, 2, "", "blocks"),
+        ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 1, "", "blocks"),
+        ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 2, "groups", "blocks"),
+        ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 2, "blocks", "blocks"),
+    ],
+    ids=["safer", "less safe", "too slow", "one node", "static is not preferred", "static stays"],
+)
+def test_of_nearly_equal_plans_the_safer_one_is_taken(
+    times: dict[str, tuple[int, int, int]], nodes: int, static: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request([9000, 3000], machine=cluster("h100", nodes, 2))
+    search = _Search(asked, 16)
+    costs = [asked.cost, *(asked.cost.with_kernels(percent) for percent in auto_module.WRONG_PERCENT)]
+    for order, (name, ns) in enumerate(times.items()):
+        placement = STRATEGIES[name](asked)
+        plan = make_plan(placement, asked.shape, asked.cluster, asked.cost, name)
+        candidate = Candidate(name, STRATEGIES[name], asked, 0, is_static=name == static)
+        search.simulated.append(auto_module._Simulated(candidate, plan, ns[0], order, None))
+    search.best = search.simulated[0]
+    monkeypatch.setattr(auto_module, "step_ns", lambda plan, training: times[plan.strategy][costs.index(plan.cost)])
+    search.choose_among_near_ones()
+    assert search.best.name == taken
+    assert ("but safer if kernels are slower or faster" in search.words()) == (taken == "groups")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

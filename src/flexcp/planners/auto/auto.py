@@ -20,6 +20,9 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
   :mod:`flexcp.schedule.inside_first`, :mod:`flexcp.schedule.inputs_first`). For the fastest plan, the next best way is
   simulated as well, separately for the forward and the backward, unless these have more than ``MANY_TRANSFERS``
   transfers.
+- **Near ties.** On several nodes, dynamic plans that are nearly as fast as the fastest one are simulated again with
+  attention that takes 30 % less and 30 % more time. The one that is farthest behind the others the least is taken, so
+  that wrong prices cost little.
 - **Relays.** If keys are relayed inside nodes in the fastest plan, the plan without relays is simulated as well.
 - **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
   prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate
@@ -70,6 +73,10 @@ OVERPRICED_PERMILLE = 20
 """How much the closed form may overestimate the time of a placement on several nodes, per mille; that of ``blocks`` is
 taken as it is (see the lab notes).
 """
+NEAR_PERMILLE = 1008
+"""Dynamic plans with at most this time, per mille of the fastest one's, are compared under wrong prices as well."""
+WRONG_PERCENT = (70, 130)
+"""The times of attention kernels under which they are compared, in per cent of those of the cost model."""
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
 TOLD_PERMILLE = 900
@@ -112,6 +119,7 @@ def auto_plan(request: Request) -> Plan:
     search.run(find_candidates(request, search.effort))
     if search.best is None:
         raise Refused(f"no strategy can place this batch: {search.refusals[0]}")
+    search.choose_among_near_ones()
     search.try_without_relays()
     search.try_other_stages()
     plan = search.best.plan
@@ -279,6 +287,24 @@ class _Search:
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
+    def choose_among_near_ones(self) -> None:
+        """Choose between dynamic plans that are nearly equally fast by their times if kernels are slower or faster.
+
+        The plan is taken that is farthest behind the fastest of them the least. Static plans are left alone: one that
+        is faster by events is taken, and none is preferred to a faster dynamic one.
+        """
+        best, request = self.best, self.request
+        assert best is not None
+        near = [s for s in self.simulated if not s.candidate.is_static and s.ns * 1000 <= best.ns * NEAR_PERMILLE]
+        many = any(len(one.transfers) > MANY_TRANSFERS for s in near for pair in s.plan.programs for one in pair)
+        if request.cluster.nodes == 1 or best not in near or len(near) == 1 or many or self._is_too_long(best.ns):
+            return
+        costs = [request.cost.with_kernels(percent) for percent in WRONG_PERCENT]
+        times = [[step_ns(replace(s.plan, cost=cost), request.training) for cost in costs] for s in near]
+        least = [min(each) for each in zip(*times, strict=True)]
+        behind = [max(ns * 1000 // fastest for ns, fastest in zip(mine, least, strict=True)) for mine in times]
+        self.best = min(zip(behind, near, strict=True), key=lambda each: (each[0], each[1].ns, each[1].order))[1]
+
     def try_without_relays(self) -> None:
         """Let keys that cross nodes go to every reader directly in the fastest plan, if that is faster.
 
@@ -349,9 +375,11 @@ class _Search:
             if found is not None:
                 name = f"{found.name} in other settings" if found.name == best.name else found.name
                 times = f"{found.ns / best.ns:.3f} times as fast as {name}"
+                safer = ", but safer if kernels are slower or faster" if found.ns < best.ns else ""
                 # Only simulated candidates are compared; one that was not simulated may be faster.
                 next_one, of_those = ("next", "") if alike else ("fastest", " that was simulated")
-                said.append((found.ns, f"{times} ({milliseconds(found.ns)} ms), the {next_one} {kind}{of_those}"))
+                time = f"{times} ({milliseconds(found.ns)} ms)"
+                said.append((found.ns, f"{time}, the {next_one} {kind}{of_those}{safer}"))
             elif dealing in self.passed_over and not alike:  # none was simulated, so only a bound is known
                 price = self.passed_over[dealing]
                 if price * 1000 >= best.ns * TOLD_PERMILLE:
