@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flexcp.executor.run.row_chains import Stretches, find_chains
-from flexcp.executor.run.row_runs import MERGE_ELEMENTS, SUM_ELEMENTS, Move, Place, merge_runs, sum_runs
+from flexcp.executor.run.row_runs import MERGE_ELEMENTS, PROGRAMS, SUM_ELEMENTS, Move, Place, merge_runs, sum_runs
 
 HEADS, WIDTH, ROWS, SOURCE = 3, 40, 150, 40_000
 STEP = HEADS * WIDTH
@@ -54,7 +54,7 @@ def test_every_element_is_added_once_in_the_order_of_messages(drawn: Drawn, seed
     written = np.zeros_like(found, np.int64)
     for program in range(table.shape[1]):
         pair, _, to, length, rows, _, step_to, chain = table[:, program].tolist()
-        assert rows * length <= SUM_ELEMENTS
+        assert rows * length <= SUM_ELEMENTS[0], "few elements are spread over many programs"
         for r in range(rows if chain else 0):
             at = slice(to + r * step_to, to + r * step_to + length)
             written[tensors[pair], at] += 1
@@ -95,7 +95,7 @@ def test_every_head_is_merged_once_in_the_order_of_messages(drawn: Drawn, seed: 
     written = np.zeros(ROWS * HEADS, np.int64)
     for program in range(table.shape[1]):
         rows, heads, *_, chain = table[:, program].tolist()
-        assert rows * heads * WIDTH <= MERGE_ELEMENTS
+        assert rows * heads * WIDTH <= MERGE_ELEMENTS[0]
         for r in range(rows if chain else 0):
             for h in range(heads):
                 _, _, _, _, to, to_step, _, _, to_lse, to_lse_step, _ = table[:, program].tolist()
@@ -117,6 +117,12 @@ def test_results_of_the_same_rows_are_one_chain() -> None:
     assert table[1].tolist() == [0, 1000, 2000, 3000, 4000]
     assert table[3].tolist() == [32] * 5, "rows without gaps are one long row"
     assert table[4].tolist() == [1] * 5
+
+
+def test_large_launches_have_longer_runs() -> None:
+    rows = SUM_ELEMENTS[1] * PROGRAMS // 8
+    table = sum_runs([[Move("add", place(None, "dk", 0, rows, 0, 8), place(0, "dk", 0, rows, 0, 8), 8)]])
+    assert table.shape[1] == PROGRAMS and set(table[3].tolist()) == {SUM_ELEMENTS[1]}
 
 
 def test_no_stretches_make_no_chains() -> None:

@@ -23,10 +23,14 @@ Ints = NDArray[np.int64]
 RUN_BYTES = 32_768
 RUN_ROWS = 16
 """The most bytes and rows of one row run that is copied, row by row; a longer row is a run by itself."""
-SUM_ELEMENTS = 2048
-"""The most elements that one program adds to; a longer row is a run by itself."""
-MERGE_ELEMENTS = 4096
-"""The most elements that one program merges into; a longer row is a run by itself."""
+PROGRAMS = 2048
+"""About how many programs of a launch that reduces results are enough to keep a GPU busy."""
+SUM_ELEMENTS = (2048, 8192)
+MERGE_ELEMENTS = (4096, 32_768)
+"""The least and the most elements that one program adds to, or merges into; a longer row is a run by itself.
+
+Within these limits, a launch has about ``PROGRAMS`` programs.
+"""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def sum_runs(pairs: list[list[Move]]) -> Ints:
     pair = np.repeat(np.arange(len(pairs)), [len(each) for each in pairs])
     first, step = _starts(move.source for move in moves)
     column, to_step = _starts(move.target for move in moves)
-    chains, move, row = _chained(moves, pair, column, np.array([move.length for move in moves]), SUM_ELEMENTS)
+    chains, move, row = _chained(moves, pair, column, np.array([move.length for move in moves]), 1)
     source = first[move] + row * step[move] + chains.column - column[move]
     to = chains.column + chains.row * to_step[move]
     begins = np.flatnonzero(chains.parts)
@@ -130,7 +134,7 @@ def merge_runs(moves: list[Move]) -> Ints:
     width = moves[0].length // moves[0].heads
     starts = [_starts(places) for places in zip(*(move.merged for move in moves), strict=True)]
     first_head, heads = starts[1][0] // width, np.array([move.heads for move in moves])
-    chains, move, row = _chained(moves, np.zeros_like(heads), first_head, heads, max(1, MERGE_ELEMENTS // width))
+    chains, move, row = _chained(moves, np.zeros_like(heads), first_head, heads, width)
     head, columns = chains.column - first_head[move], [chains.rows, chains.columns]
     for (start, step), at, numbers in zip(starts, (row, chains.row) * 2, (width, width, 1, 1), strict=True):
         columns += [start[move] + at * step[move] + head * numbers, step[move]]
@@ -143,17 +147,19 @@ def _starts(places: Iterable[Place]) -> tuple[Ints, Ints]:
     return np.array(start), np.array(step)
 
 
-def _chained(moves: list[Move], target: Ints, column: Ints, columns: Ints, most: int) -> tuple[Chains, Ints, Ints]:
+def _chained(moves: list[Move], target: Ints, column: Ints, columns: Ints, width: int) -> tuple[Chains, Ints, Ints]:
     """Return (chains of the moves, the move of each part, the source row at which each part begins).
 
-    For each move there are the number of its target, and its first column and number of columns there. Parts have at
-    most ``most`` rows x columns.
+    For each move there are the number of its target, and its first column and number of columns there; a column has
+    ``width`` elements.
     """
-    here, there, rows = zip(*(_stretches(m.source.rows, m.target.rows, sys.maxsize) for m in moves), strict=True)
-    move = np.repeat(np.arange(len(moves)), [len(each) for each in rows])
-    source, row = np.concatenate(here), np.concatenate(there)
-    asked = Stretches(target[move], row, np.concatenate(rows), column[move], columns[move])
-    chains = find_chains(asked, most)
+    here, there, count = zip(*(_stretches(m.source.rows, m.target.rows, sys.maxsize) for m in moves), strict=True)
+    move = np.repeat(np.arange(len(moves)), [len(each) for each in count])
+    source, row, rows = np.concatenate(here), np.concatenate(there), np.concatenate(count)
+    least, most = MERGE_ELEMENTS if moves[0].what == "merge" else SUM_ELEMENTS
+    even = int((rows * columns[move]).sum()) * width // PROGRAMS
+    asked = Stretches(target[move], row, rows, column[move], columns[move])
+    chains = find_chains(asked, max(1, min(max(even, least), most) // width))
     return chains, move[chains.stretch], (source - row)[chains.stretch] + chains.row
 
 
