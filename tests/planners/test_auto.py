@@ -473,7 +473,7 @@ def test_a_huge_static_schedule_is_left_out_unless_effort_is_high(
 def test_of_nearly_equal_plans_the_safer_one_is_taken(
     times: dict[str, tuple[int, int, int]], nodes: int, static: str, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = request([9000, 3000], machine=cluster("h100", nodes, 2))
+    asked = attention_only(request([9000, 3000], machine=cluster("h100", nodes, 2)))
     search = _Search(asked, 16)
     costs = [asked.cost, *(asked.cost.with_kernels(percent) for percent in auto_module.WRONG_PERCENT)]
     for order, (name, ns) in enumerate(times.items()):

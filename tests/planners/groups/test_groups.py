@@ -41,7 +41,6 @@ from flexcp.planners.groups.compiled_dealing import (
 from flexcp.planners.groups.compiled_team import split_by_heads
 from flexcp.planners.groups.groups import (
     FEW_RANKS,
-    USUAL_SLACK,
     all_groupings,
     groups,
     searched_settings,
@@ -420,7 +419,7 @@ def test_a_tight_cap_is_met_exactly() -> None:
     [
         ({"argument": "4"}, "finds the sizes of groups itself; got 'groups:4'"),
         ({"argument": "team=x"}, "team is a whole number from 1 to 1000.*'groups:team=x'"),
-        ({"argument": "slack=0"}, "slack is a whole number from 1 to 1000.*'groups:slack=0'"),
+        ({"argument": "slack=1001"}, "slack is a whole number from 0 to 1000.*'groups:slack=1001'"),
         ({"argument": "long=cut"}, "long is whole or poured.*'groups:long=cut'"),
         ({"argument": "team=4"}, r"teams of 4 do not suit.*nodes of 2 ranks; sizes that do: \[1, 2\]"),
         ({"layout": (np.arange(30), np.arange(30, 60))}, "cannot keep a fixed layout; use blocks"),
@@ -513,7 +512,7 @@ def test_neighbouring_pieces_of_a_document_on_the_same_ranks_are_one() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "lengths", "alone"),
-    [(2, [2048] * 32, True), (2, [2048] * 8 + [16_384], False), (1, [2048] * 32, False)],
+    [(2, [2048] * 32, True), (2, [2048] * 8 + [32_768], False), (1, [2048] * 32, False)],
     ids=["many short documents", "a long one", "one node"],
 )
 def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
@@ -521,14 +520,29 @@ def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
 ) -> None:
     request = asked(lengths, cluster("h100", nodes, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
     assert team_sizes(request) == [8]
-    assert searched_settings(request) == ["team=8", *([f"team=1+slack={USUAL_SLACK}"] if alone else [])]
+    assert searched_settings(request) == ["team=8", *(["team=1+slack=0"] if alone else [])]
 
 
-def test_one_rank_is_searched_up_to_a_few_ranks_for_the_heaviest_document() -> None:
-    """With documents of equal load, one rank is tried from ranks / FEW_RANKS documents on."""
-    for documents, alone in ((16 // FEW_RANKS, True), (16 // FEW_RANKS - 1, False)):
-        request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
-        assert (len(searched_settings(request)) == 2) == alone
+def test_without_slack_ranks_are_more_even_than_with_little() -> None:
+    request = asked([12_000] * 9, cluster("h100", 2, 4), cost=ATTENTION_ONLY)
+    most = []
+    for slack in (0, 25):
+        placement = groups(replace(request, argument=f"team=1+slack={slack}"))
+        pairs = np.zeros(placement.ranks, np.int64)
+        regions = placement.regions[0]
+        np.add.at(pairs, regions.rank, (regions.q1 - regions.q0) * (regions.q0 + regions.q1 + 1) // 2)
+        most.append(pairs.max() / pairs.mean())
+    assert most[0] < 1.01 < 1.02 < most[1]
+
+
+def test_one_rank_is_searched_if_the_heaviest_document_fits_into_a_node() -> None:
+    """With documents of equal load, each needs ranks / documents ranks, and a node has 8 of 16. With other work in the
+    layers, it must not need more than ``FEW_RANKS``.
+    """
+    for cost, fewest in ((ATTENTION_ONLY, 2), (CostModel(), 16 // FEW_RANKS)):
+        for documents in (fewest, fewest - 1):
+            request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=cost)
+            assert (len(searched_settings(request)) == 2) == (documents == fewest)
 
 
 @settings(max_examples=60, deadline=None)

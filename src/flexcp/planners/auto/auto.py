@@ -20,9 +20,9 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
   :mod:`flexcp.schedule.inside_first`, :mod:`flexcp.schedule.inputs_first`). For the fastest plan, the next best way is
   simulated as well, separately for the forward and the backward, unless these have more than ``MANY_TRANSFERS``
   transfers.
-- **Near ties.** On several nodes, dynamic plans that are nearly as fast as the fastest one are simulated again with
-  attention that takes 30 % less and 30 % more time. The one that is farthest behind the others the least is taken, so
-  that wrong prices cost little.
+- **Near ties.** On several nodes, if layers consist of attention alone, dynamic plans that are nearly as fast as the
+  fastest one are simulated again with attention that takes 30 % less and 30 % more time. The one that is farthest
+  behind the others the least is taken, so that wrong prices cost little. In other layers they cost little anyway.
 - **Relays.** If keys are relayed inside nodes in the fastest plan, the plan without relays is simulated as well.
 - **Candidates passed over.** A candidate is passed over if its price is not below the fastest simulated time. The
   prices are optimistic. This includes the closed form with the least copies, after subtracting what it may overestimate
@@ -47,6 +47,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
@@ -57,6 +58,7 @@ from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
 from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training, layers_alone
 from flexcp.simulator.training import simulate, simulated_step
 
@@ -297,7 +299,9 @@ class _Search:
         assert best is not None
         near = [s for s in self.simulated if not s.candidate.is_static and s.ns * 1000 <= best.ns * NEAR_PERMILLE]
         many = any(len(one.transfers) > MANY_TRANSFERS for s in near for pair in s.plan.programs for one in pair)
-        if request.cluster.nodes == 1 or best not in near or len(near) == 1 or many or self._is_too_long(best.ns):
+        if request.cluster.nodes == 1 or not _attention_alone(request.cost, request.shape):
+            return
+        if best not in near or len(near) == 1 or many or self._is_too_long(best.ns):
             return
         costs = [request.cost.with_kernels(percent) for percent in WRONG_PERCENT]
         times = [[step_ns(replace(s.plan, cost=cost), request.training) for cost in costs] for s in near]
@@ -419,6 +423,11 @@ def step_ns(plan: Plan, training: Training | None = None) -> int:
     If the layers consist of attention only, each pass of attention is simulated separately, with all ranks starting
     together.
     """
-    if training is None and plan.cost.pairs_per_token(plan.shape) <= NO_REST:
+    if training is None and _attention_alone(plan.cost, plan.shape):
         return simulate(plan).attention_ns
     return simulated_step(plan, training or layers_alone(plan.cost, plan.shape)).total_ns
+
+
+def _attention_alone(cost: CostModel, shape: Shape) -> bool:
+    """Return whether layers consist of attention alone."""
+    return cost.pairs_per_token(shape) <= NO_REST

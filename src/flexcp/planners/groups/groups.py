@@ -27,8 +27,8 @@ make up for more tokens.
 *Settings.* ``groups:team=8+slack=12+long=poured+split=all``:
 
 - ``team``: the ranks of a team.
-- ``slack``: how many per cent a unit may be above the mean before documents are cut for it. Less cutting is faster if
-  links are slow.
+- ``slack``: how many per cent a unit may be above the mean before documents are cut for it; 0 stands for a quarter of
+  one. Less cutting is faster if links are slow.
 - ``long``: what happens if the groups of long documents together need more units than there are. With ``whole``, each
   gets fewer units and takes longer; with ``poured``, long documents are laid end to end, so that neighbours share a
   unit.
@@ -180,8 +180,12 @@ def _slacks(request: Request) -> tuple[int, ...]:
     """
     if request.cluster.nodes == 1:
         return SLACKS[1:]
-    attention_alone = request.cost.pairs_per_token(request.shape) <= 1
-    return SLACKS if attention_alone else SLACKS[:-1]
+    return SLACKS if _attention_alone(request) else SLACKS[:-1]
+
+
+def _attention_alone(request: Request) -> bool:
+    """Return whether layers consist of attention alone."""
+    return request.cost.pairs_per_token(request.shape) <= 1
 
 
 def _given(request: Request) -> dict[str, str]:
@@ -200,8 +204,11 @@ def _given(request: Request) -> dict[str, str]:
             )
         if name in WORDS and value not in WORDS[name]:
             raise ValueError(f"{name} is {' or '.join(WORDS[name])}, {example}; got 'groups:{request.argument}'")
-        if name not in WORDS and (not value.isdecimal() or not 1 <= int(value) <= 1000):
-            raise ValueError(f"{name} is a whole number from 1 to 1000, {example}; got 'groups:{request.argument}'")
+        least = 0 if name == "slack" else 1
+        if name not in WORDS and (not value.isdecimal() or not least <= int(value) <= 1000):
+            raise ValueError(
+                f"{name} is a whole number from {least} to 1000, {example}; got 'groups:{request.argument}'"
+            )
         found[name] = value
     if "team" in found and int(found["team"]) not in _possible_teams(request):
         raise Refused(
@@ -243,16 +250,17 @@ def team_sizes(request: Request) -> list[int]:
 def searched_settings(request: Request) -> list[str]:
     """Return the arguments of ``groups`` that ``auto`` tries: a ``team=`` for each of :func:`team_sizes`.
 
-    Other settings are left open. On several nodes, teams of one rank are added if no document needs more than
-    ``FEW_RANKS`` ranks. Documents that need few ranks move the fewest bytes when cut by rows; documents that need many
-    move fewer in teams.
+    Other settings are left open. On several nodes, teams of one rank without slack are added if no document needs more
+    than ``FEW_RANKS`` ranks, or if layers consist of attention alone and no document needs more ranks than a node has:
+    cut by rows, most documents stay whole and copy nothing. Documents that need more ranks move fewer bytes in teams.
     """
-    likely = team_sizes(request)
+    likely, cluster = team_sizes(request), request.cluster
     found = [f"team={team}" for team in likely]
-    if request.cluster.nodes > 1 and 1 not in likely:
+    if cluster.nodes > 1 and 1 not in likely:
         load = price_documents(request, []).load
-        if int(load.max()) * request.ranks <= FEW_RANKS * int(load.sum()):
-            found.append(f"team=1+slack={USUAL_SLACK}")
+        most = max(FEW_RANKS, cluster.ranks_per_node if _attention_alone(request) else 0)
+        if int(load.max()) * request.ranks <= most * int(load.sum()):
+            found.append("team=1+slack=0")
     return found
 
 

@@ -29,6 +29,8 @@ WHOLE = 1000
 """Weights and shares are counted in parts of this many."""
 LIGHTER = 2
 """The number of weights below ``WHOLE`` that are tried."""
+LEVEL = 400
+"""Without slack, a unit may be one part in this many above the mean."""
 MANY_DOCUMENTS = 50_000
 """With more documents than this, only one weight is tried."""
 TOKENS_FORWARD = 333
@@ -64,7 +66,8 @@ def find_pieces(
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     node, room = request.cluster.ranks_per_node, request.token_cap or 0
     costs = (priced.token, priced.exchange.get(team, 0))
-    settings = np.array([node, team, max(1, 100 // slack), poured, split_all, room, *costs], np.int64)
+    parts = max(1, 100 // slack) if slack else LEVEL
+    settings = np.array([node, team, parts, poured, split_all, room, *costs], np.int64)
     forward = forward_share(request)
     found: list[tuple[int, int, Ints, Ints]] = []
     pours = False
