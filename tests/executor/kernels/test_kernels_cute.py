@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp import masks
+from flexcp.executor.kernels import NO_ROWS
 from flexcp.executor.kernels.cute.items import (
     ROW_PRICE,
     SAVED,
@@ -138,12 +140,7 @@ def test_every_item_is_dealt_once_and_no_program_gets_much_more(
 def test_tiles_of_short_documents_are_dealt_together_if_that_saves_enough_rows(
     lengths: list[int], together: bool
 ) -> None:
-    slices = np.concatenate(
-        [
-            masks.shift(masks.causal().slices(n), at, at)
-            for n, at in zip(lengths, np.cumsum([0, *lengths]), strict=False)
-        ]
-    )
+    slices = packed(lengths)
     made = segment_list(key_tiles(slices, 4), 16, 64, descending=True)
     order = tiles_together(made, 16, 16)
     assert sorted(order.tolist()) == list(range(len(made.tiles)))
@@ -155,6 +152,12 @@ def test_tiles_of_short_documents_are_dealt_together_if_that_saves_enough_rows(
         assert (np.diff(made.tiles[order, 0]) >= 0).all()
     else:
         assert order.tolist() == list(range(len(order)))
+
+
+def packed(lengths: list[int]) -> np.ndarray:
+    """Return the slices of causal documents one after the other."""
+    starts = np.cumsum([0, *lengths[:-1]])
+    return np.concatenate([masks.shift(masks.causal().slices(n), s, s) for n, s in zip(lengths, starts, strict=True)])
 
 
 def rows_read(made: SegmentList, order: np.ndarray, at_once: int) -> int:
@@ -169,6 +172,44 @@ def rows_read(made: SegmentList, order: np.ndarray, at_once: int) -> int:
                 left, at = left - blocks, at + 1
         total += len(rows)
     return total
+
+
+@pytest.mark.parametrize(
+    ("lengths", "in_step"),
+    [([6128], False), ([6144], True), ([6968, 1224], True), ([1024] * 8, False), ([1024] * 9, True)],
+)
+def test_lists_of_long_documents_add_to_96_mib_of_dq_in_step_and_compute_every_block_once(
+    lengths: list[int], in_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cutlass")
+    from flexcp.executor.kernels.cute import kernel as cute_kernel
+
+    monkeypatch.setattr(cute_kernel, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    slices, cpu = packed(lengths), torch.device("cpu")
+    work = cute_kernel.CuteWork(slices, 32, 8, 128, 128, cpu, begins=NO_ROWS, finishes=NO_ROWS)
+    used, (tiles, segments, items) = work.backward_tables(132)
+    made = SegmentList(tiles.numpy().reshape(-1, 4), segments.numpy().reshape(-1, 8))
+    found = items.numpy().reshape(-1, used)
+    whole = segment_list(key_tiles(slices, 4), 16, descending=True)
+    expected = [(key, query, group) for key, query in blocks_of(whole, range(len(whole.tiles))) for group in range(8)]
+    computed = [(*x, item % 8) for item in found[found >= 0].tolist() for x in blocks_of(made, [item // 8])]
+    assert sorted(computed) == sorted(expected)
+    # In step, all programs begin with the first KV heads; otherwise they begin with all of them.
+    assert len(set((found[0] % 8).tolist())) in ((1, 2) if in_step else (8,))
+    assert work.in_step == (sum(lengths) > 8192)
+
+
+def blocks_of(made: SegmentList, tiles: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first key and the first query of every block of these tiles."""
+    found = []
+    for tile in tiles:
+        key, _, at, left = made.tiles[tile].tolist()
+        while left > 0:
+            first, blocks = made.segments[at, :2].tolist()
+            found += [(key, first + 16 * i) for i in range(blocks)]
+            left, at = left - blocks, at + 1
+    return found
 
 
 def test_descending_segments_are_the_same_blocks_from_the_other_end() -> None:

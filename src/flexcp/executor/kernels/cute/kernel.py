@@ -61,8 +61,14 @@ FRESH = True
 FINISHES = True
 HEAD_SIZE = 128
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
+LISTS_IN_STEP = 96 << 20
+"""From how many bytes of dq on programs add to it in step (:attr:`CuteWork.in_step`), if other lists may add to it too.
+
+On an H200 this took 2 to 12 % less time with 96 to 128 MiB of dq and long documents. For a launch to whose dq nothing
+else adds it was not timed.
+"""
 LONGEST_PART = 1024
-"""The most blocks of a part of a tile of keys, if programs add to dq in step (:attr:`CuteWork.in_step`)."""
+"""The most blocks of a part of a tile of keys, if programs add to dq in step."""
 PARTS_IN_STEP = (6, 9, 12)
 """About how many parts of tiles a multiprocessor gets if programs add to dq in step: whichever balances best."""
 PARTS, SHORTEST_PART = 2, 64
@@ -110,31 +116,32 @@ class CuteWork(HopperWork):
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders, compact=True), BLOCK, self.device)
 
-    def split_tiles(self, programs: int) -> Segments:
+    def split_tiles(self, programs: int, in_step: bool) -> Segments:
         """Return tiles of keys with blocks of packed query rows, long ones split, for at most ``programs`` programs.
 
         If programs add to dq in step, the number of parts is the one that leaves the busiest program the least work.
         """
-        if programs not in self._split_tiles:
+        key = (programs, in_step)
+        if key not in self._split_tiles:
             made, block = self._key_tiles, QUERIES // self.pack
             sizes = (self.kv_heads, self.share, multiprocessors(self.device))
             longest = longest_part(made, *sizes)
-            if self.in_step:
+            if in_step:
                 longest = min(
                     (min(longest_part(made, *sizes, parts), LONGEST_PART) for parts in PARTS_IN_STEP),
-                    key=lambda most: self._busiest(segment_list(made, block, most, descending=True), programs),
+                    key=lambda most: self._busiest(segment_list(made, block, most, descending=True), programs, True),
                 )
-            self._split_tiles[programs] = Segments.of(made, block, self.device, longest, descending=True)
-        return self._split_tiles[programs]
+            self._split_tiles[key] = Segments.of(made, block, self.device, longest, descending=True)
+        return self._split_tiles[key]
 
     @cached_property
-    def _split_tiles(self) -> dict[int, Segments]:
+    def _split_tiles(self) -> dict[tuple[int, bool], Segments]:
         return {}
 
-    def _busiest(self, made: SegmentList, programs: int) -> int:
+    def _busiest(self, made: SegmentList, programs: int, in_step: bool) -> int:
         """Return the work of the busiest of ``programs`` programs in a backward over these tiles, in blocks."""
         blocks = made.tiles[:, 3].astype(np.int64)
-        items = dealt(self._backward_order(made), blocks, self.kv_heads, programs)
+        items = dealt(self._backward_order(made, in_step), blocks, self.kv_heads, programs)
         return longest_program(items, blocks, self.kv_heads)
 
     @cached_property
@@ -149,8 +156,8 @@ class CuteWork(HopperWork):
         the busiest program more than that costs, or a long tile would keep programs from adding to dq in step.
         """
         if programs not in self._own:
-            made, parts = self.whole_segments, self.split_tiles(programs)
-            busiest, busiest_of_parts = (self._busiest(x.made, programs) for x in (made, parts))
+            made, parts = self.whole_segments, self.split_tiles(programs, self.in_step)
+            busiest, busiest_of_parts = (self._busiest(x.made, programs, self.in_step) for x in (made, parts))
             whole = busiest <= busiest_of_parts + ADDED_KEY_PRICE * self._key_tiles.rows * self.kv_heads
             whole = whole and not (self.in_step and made.blocks.max(initial=0) > LONGEST_PART)
             self._own[programs] = (made, True) if whole else (parts, False)
@@ -172,12 +179,29 @@ class CuteWork(HopperWork):
 
     @cached_property
     def in_step(self) -> bool:
-        """Whether dq is too large for the L2 cache.
+        """Whether dq is too large for the L2 cache, if nothing else adds to it.
 
         If so, programs should add to the same part of dq at the same time (*in step*).
         """
+        return self._dq_bytes > BEYOND_L2
+
+    @cached_property
+    def _dq_bytes(self) -> int:
+        """The bytes from the first to the last row of dq that the slices touch, in float32."""
         rows = int(self.slices[:, Q1].max(initial=0)) - int(self.slices[:, Q0].min(initial=0))
-        return rows * self.heads * self.head_dim * 4 > BEYOND_L2
+        return rows * self.heads * self.head_dim * 4
+
+    @cached_property
+    def lists_in_step(self) -> bool:
+        """Whether programs add to dq in step, if other lists may add to it too.
+
+        Up to ``BEYOND_L2``, tiles of short documents are dealt together instead and levelled: in step, the busiest
+        program of such a list would have up to 10 % more work.
+        """
+        if self.in_step or self._dq_bytes < LISTS_IN_STEP:
+            return self.in_step
+        order = self._tiles_together(self._tiles_to_level)
+        return np.array_equal(order, np.arange(len(order)))
 
     def backward_tables(self, programs: int) -> tuple[int, list[Tensor]]:
         """Return the launch of a backward that adds to its results: (number of programs, [tiles, segments, items]).
@@ -187,10 +211,10 @@ class CuteWork(HopperWork):
         time, unless programs add to dq in step.
         """
         if programs not in self._backward_tables:
-            if self.in_step:
-                made = self.split_tiles(programs)
+            if self.lists_in_step:
+                made = self.split_tiles(programs, True)
                 used = min(programs, made.count * self.kv_heads)
-                tables = [made.tiles, made.segments, self.items(made, used)]
+                tables = [made.tiles, made.segments, self.items(made, used, True)]
             else:
                 used, tables = self._levelled_backward(programs)
             self._backward_tables[programs] = used, tables
@@ -201,33 +225,38 @@ class CuteWork(HopperWork):
 
         It is (number of programs, [tiles, segments, items]).
         """
-        block, units = QUERIES // self.pack, multiprocessors(self.device)
-        longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
-        made = segment_list(self._key_tiles, block, longest, descending=True)
+        made = self._tiles_to_level
         blocks = made.tiles[:, 3].astype(np.int64)
-        order = self._backward_order(made)
+        order = self._backward_order(made, False)
         items = dealt(order, blocks, self.kv_heads, min(programs, len(order)))
-        level = levelled(made, items, self.kv_heads, programs, block, descending=True)
+        level = levelled(made, items, self.kv_heads, programs, QUERIES // self.pack, descending=True)
         tables = (level.made.tiles, level.made.segments, level.items)
         return level.items.shape[1], [uploaded(x.reshape(-1), self.device) for x in tables]
+
+    @cached_property
+    def _tiles_to_level(self) -> SegmentList:
+        """Tiles of keys with blocks of packed query rows, split into about ``PARTS`` parts a multiprocessor."""
+        units = multiprocessors(self.device)
+        longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
+        return segment_list(self._key_tiles, QUERIES // self.pack, longest, descending=True)
 
     @cached_property
     def _backward_tables(self) -> dict[int, tuple[int, list[Tensor]]]:
         return {}
 
-    def items(self, made: Segments, programs: int) -> Tensor:
+    def items(self, made: Segments, programs: int, in_step: bool) -> Tensor:
         """Return the table of the items that each of ``programs`` programs computes in a backward, on the device.
 
         It is made once for each number of programs, because launches must not make the host wait.
         """
-        key = (id(made), programs)
+        key = (id(made), programs, in_step)
         if key not in self._items:
-            table = dealt(self._backward_order(made.made), made.blocks, self.kv_heads, programs)
+            table = dealt(self._backward_order(made.made, in_step), made.blocks, self.kv_heads, programs)
             self._items[key] = uploaded(table.reshape(-1), self.device)
         return self._items[key]
 
     @cached_property
-    def _items(self) -> dict[tuple[int, int], Tensor]:
+    def _items(self) -> dict[tuple[int, int, bool], Tensor]:
         return {}
 
     def forward_tables(self, programs: int, fresh: bool) -> tuple[int, list[Tensor]]:
@@ -258,15 +287,18 @@ class CuteWork(HopperWork):
     def _forward_tables(self) -> dict[tuple[int, bool], tuple[int, list[Tensor]]]:
         return {}
 
-    def _backward_order(self, made: SegmentList) -> Ints:
+    def _backward_order(self, made: SegmentList, in_step: bool) -> Ints:
         """Return the items of a backward in the order in which they are dealt."""
-        if not self.in_step:
-            at_once = max(1, multiprocessors(self.device) // self.kv_heads)
-            order = tiles_together(made, QUERIES // self.pack, at_once)
+        if not in_step:
+            order = self._tiles_together(made)
             return (order[:, None] * self.kv_heads + np.arange(self.kv_heads)).reshape(-1)
         first = made.segments[made.tiles[:, 2]]
         begin = first[:, 0] + first[:, 1] * (QUERIES // self.pack)
         return group_by_group(np.lexsort((made.tiles[:, 0], -begin)), self.kv_heads)
+
+    def _tiles_together(self, made: SegmentList) -> Ints:
+        """Return the order in which tiles are dealt if programs do not add to dq in step."""
+        return tiles_together(made, QUERIES // self.pack, max(1, multiprocessors(self.device) // self.kv_heads))
 
 
 def prepare(
@@ -466,7 +498,7 @@ def backward_alone(
     dk, dv = (empty(x.shape, dtype=x.dtype if whole else torch.float32, device=x.device) for x in (k, v))
     zeroes = work.covered_keys < len(k)
     run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, "alone", zeroes)
-    tables = (made.tiles, made.segments, work.items(made, programs))
+    tables = (made.tiles, made.segments, work.items(made, programs, work.in_step))
     run(
         *_addresses(q, k, v, do, statistics, sums, dk, dv, *tables),
         rows,
