@@ -3,20 +3,32 @@
     python benchmarks/regret.py                  # CPU kernels on this machine; takes minutes, wants an idle machine
     python benchmarks/regret.py --device cuda    # on a GPU machine
 
+In steps, so that a GPU machine only times kernels (planning and simulating are slow where Numba is missing):
+
+    python benchmarks/regret.py --device cuda --plans plans.pkl --make-plans
+    python benchmarks/regret.py --device cuda --plans plans.pkl --times times.pkl --make-times    # on the GPU machine
+    python benchmarks/regret.py --device cuda --plans plans.pkl --times times.pkl
+
 For each batch all strategies are planned, the kernels of every rank run one after the other, and communication is
 simulated around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best
-strategy. A plan that several strategies made is timed once, because two replays of one plan may differ by several
-percent; all plans take turns in two rounds, the second in the opposite order, and the shorter time counts. On a CPU the
-cost model is calibrated first, because a planner with a GPU's cost model could not be judged.
+strategy. Plans of several strategies that compute and move the same are timed once, because two replays of one plan may
+differ by several percent; all plans take turns in two rounds, the second in the opposite order, and the shorter time
+counts. On a CPU the cost model is calibrated first, because a planner with a GPU's cost model could not be judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
 import statistics
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from flexcp.batch import make_batch
 from flexcp.calibration import Calibration
@@ -26,62 +38,110 @@ from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
 from flexcp.measure.calibrate.calibrate import calibrate_here
-from flexcp.measure.calibrate.replay import replay
-from flexcp.plan.plan import Plan
+from flexcp.measure.calibrate.replay import slot_times
+from flexcp.plan.plan import Plan, digest
 from flexcp.planners.request import Refused, Request
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import simulate
 
 BATCHES = ("web", "longtail", "libra256k", "equal")
+Plans = dict[str, dict[str, Plan]]
+"""The plan of each strategy, by batch (``web:0``)."""
+Times = dict[str, list[Any]]
+"""By what plans do (:func:`deeds`), one item a round: nanoseconds ``[rank, slot]`` of kernels by (mask, backward)."""
 
 
-def regrets(
-    device: str, ranks: int, tokens: int, seeds: int, shape: Shape, found: Calibration
-) -> list[tuple[str, str, float, float]]:
-    """Return (batch, best strategy, auto's ms, best ms) for every batch."""
-    rows = []
+def deeds(plan: Plan) -> str:
+    """Return a hash of what a plan computes and moves.
+
+    The plan's own hash also covers which strategy was asked for, so the plan that ``auto`` took would have another.
+    """
+    return digest({}, plan.tables())
+
+
+def made_plans(device: str, ranks: int, tokens: int, seeds: int, shape: Shape, found: Calibration) -> Plans:
+    """Return the plans of all strategies for every batch; strategies that refuse a batch are missing."""
     machine = found.on(cluster("cpu" if device == "cpu" else "h200", 1, ranks))
+    plans: Plans = {}
     for name in BATCHES:
         for seed in range(seeds):
             batch = make_batch(draw_lengths(name, tokens * ranks, seed), causal())
             request = attention_only(Request(batch, shape, machine, found.cost))
-            plans: dict[str, Plan] = {}
+            plans[f"{name}:{seed}"] = {}
             for strategy in NAMES:
                 with suppress(Refused):
-                    plans[strategy] = planned(request, strategy)[1]
-            times = replayed(plans, device)
-            best = min(times, key=lambda n: times[n])
-            rows.append((f"{name}:{seed}", best, times["auto"], times[best]))
-            print(f"{name}:{seed}: auto {times['auto']:.2f} ms, best {best} {times[best]:.2f} ms", file=sys.stderr)
-    return rows
+                    plans[f"{name}:{seed}"][strategy] = planned(request, strategy)[1]
+    return plans
 
 
-def replayed(plans: dict[str, Plan], device: str) -> dict[str, float]:
-    """Return the milliseconds of the plan of each strategy; equal plans have the same time."""
-    distinct = list({plan.hash: plan for plan in plans.values()}.values())
+def measured(plans: Plans, device: str) -> Iterator[tuple[str, Times]]:
+    """Time the kernels of all plans, batch by batch, and yield (batch, times)."""
+    for batch, by_strategy in plans.items():
+        distinct = {deeds(plan): plan for plan in by_strategy.values()}
+        times: Times = {name: [] for name in distinct}
+        for name in [*distinct, *reversed(distinct)]:
+            plan = distinct[name]
+            passes = [(mask, backward) for mask in range(len(plan.programs)) for backward in (False, True)]
+            times[name].append({x: slot_times(plan, *x, device) for x in passes})
+        yield batch, times
+
+
+def regret(plans: dict[str, Plan], times: Times, device: str) -> tuple[str, float, float]:
+    """Return (best strategy, auto's ms, best ms); plans that do the same have the same time."""
+    rules, names = Rules(contention=device != "cpu"), {strategy: deeds(plan) for strategy, plan in plans.items()}
     found: dict[str, float] = {}
-    for plan in [*distinct, *reversed(distinct)]:
-        ms = replay(plan, device, rules=Rules(contention=device != "cpu"), repeats=3).attention_ns / 1e6
-        found[plan.hash] = min(ms, found.get(plan.hash, ms))
-    return {strategy: found[plan.hash] for strategy, plan in plans.items()}
+    for strategy, plan in plans.items():
+        if names[strategy] not in found:
+            rounds = (partial(_passes, one) for one in times[names[strategy]])
+            found[names[strategy]] = min(simulate(plan, rules=rules, measured=x).attention_ns for x in rounds) / 1e6
+    best = min(plans, key=lambda strategy: found[names[strategy]])
+    return best, found[names["auto"]], found[names[best]]
+
+
+def _passes(times: dict[tuple[int, bool], Any], mask: int, backward: bool) -> Any:
+    return times[mask, backward]
 
 
 def main() -> None:
-    """Print the table, and worst and mean regret."""
+    """Print the table, and worst and mean regret, or make what a later step needs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=0, help="of a rank; 1,024 on CPUs, 8,192 on GPUs by default")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--plans", type=Path, help="plans made by --make-plans; planned here without it")
+    parser.add_argument("--make-plans", action="store_true")
+    parser.add_argument("--times", type=Path, help="times made by --make-times; kernels run here without it")
+    parser.add_argument("--make-times", action="store_true", help="the file is written after every batch")
     asked = parser.parse_args()
     cpu = asked.device == "cpu"
     shape = Shape(4, 4, 32, 32, "float32") if cpu else Shape(32, 8, 128, 128)
-    found = calibrate_here(shape, 1, "cpu") if cpu else Calibration(replace(CostModel(), name="analytic"))
-    rows = regrets(asked.device, asked.ranks, asked.tokens or (1024 if cpu else 8192), asked.seeds, shape, found)
+    tokens = asked.tokens or (1024 if cpu else 8192)
+    if asked.plans and not asked.make_plans:
+        # The file was written by --make-plans, by the same user, so unpickling it is safe.
+        plans: Plans = pickle.loads(asked.plans.read_bytes())
+    else:
+        found = calibrate_here(shape, 1, "cpu") if cpu else Calibration(replace(CostModel(), name="analytic"))
+        plans = made_plans(asked.device, asked.ranks, tokens, asked.seeds, shape, found)
+    if asked.make_plans:
+        asked.plans.write_bytes(pickle.dumps(plans))
+        return
+    if asked.make_times:
+        times: dict[str, Times] = {}
+        begin = time.monotonic()
+        for batch, one in measured(plans, asked.device):
+            times[batch] = one
+            asked.times.write_bytes(pickle.dumps(times))
+            print(f"{batch}: {len(one)} plans, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        return
+    known = pickle.loads(asked.times.read_bytes()).items() if asked.times else measured(plans, asked.device)
     print("| batch | best | auto ms | best ms | regret |\n| --- | --- | --- | --- | --- |")
-    for batch, best, mine, least in rows:
-        print(f"| {batch} | {best} | {mine:.2f} | {least:.2f} | {mine / least:.3f} |")
-    ratios = [mine / least for _, _, mine, least in rows]
+    ratios = []
+    for batch, one in known:
+        best, mine, least = regret(plans[batch], one, asked.device)
+        ratios.append(mine / least)
+        print(f"| {batch} | {best} | {mine:.2f} | {least:.2f} | {mine / least:.3f} |", flush=True)
     where = f"{len(ratios)} batches on {asked.ranks} ranks ({asked.device})"
     print(f"\nregret over {where}: worst {max(ratios):.3f}, mean {statistics.mean(ratios):.3f}")
 
