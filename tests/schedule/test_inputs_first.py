@@ -20,7 +20,8 @@ from flexcp.plan.plan import Plan
 from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Request
 from flexcp.schedule.analysis import MaskAnalysis, analyse
-from flexcp.schedule.compiled_inputs_first import lay, posted_first_ns
+from flexcp.schedule.compiled_contention import ACROSS
+from flexcp.schedule.compiled_inputs_first import lay, posted_first_ns, travel
 from flexcp.schedule.stages import PARTS
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -143,3 +144,13 @@ def test_every_further_part_is_another_pass_over_the_rows(inside: bool) -> None:
     none, borders, held = np.zeros((2, 1), np.int64), np.array([0, PARTS // 2, PARTS]), np.zeros(1, np.int64)
     work, _, _ = lay(held, 0 * one, 100 * one, near, 7 * one, 0 * one, there, none, 0 * one, borders, inside, 0, 0)
     assert work[1:-1, 0].tolist() == ([25, 37 + 7, 37 + 7] if inside else [50, 50 + 7])
+
+
+def test_a_stage_travels_when_the_rank_and_its_senders_are_ready() -> None:
+    """Ranks 0 and 1 receive from rank 2 across nodes; rank 2 receives nothing."""
+    no_contention = np.array([1000, 1000, 1000])
+    senders = np.array([0, 0, 1, 1, 2, 2, 2])
+    for before, done in (([100, 0, 40], [150, 90, 7]), ([10, 70, 40], [90, 120, 7])):
+        gone = np.full(3, 7)
+        travel(gone, np.array(before), np.array([50, 50, 0]), ACROSS, no_contention, np.array([2, 2]), senders)
+        assert gone.tolist() == done
