@@ -27,9 +27,8 @@ TOKENS = (8192, 32_768)
 LARGE, FOUR = find_model("llama3-70b").shape, Shape(32, 4, 128, 128)
 LATENT = Shape(16, 1, 192, 128, latent=576)
 """A rank of DeepSeek-V3, which has 128 heads, under tensor parallelism of 8."""
-
-
 SPLIT_HEADS = ("ulysses", "usp")
+"""The static methods that split heads."""
 
 
 def _divided(nodes: int, shape: Shape, tp: int) -> Cluster:

@@ -49,10 +49,10 @@ BATCHES = ("web", "longtail", "libra256k", "equal")
 Plans = dict[str, dict[str, Plan]]
 """The plan of each strategy, by batch (``web:0``)."""
 Times = dict[str, list[Any]]
-"""By what plans do (:func:`deeds`), one item a round: nanoseconds ``[rank, slot]`` of kernels by (mask, backward)."""
+"""By :func:`tables_hash`, one item a round: nanoseconds ``[rank, slot]`` of kernels by (mask, backward)."""
 
 
-def deeds(plan: Plan) -> str:
+def tables_hash(plan: Plan) -> str:
     """Return a hash of what a plan computes and moves.
 
     The plan's own hash also covers which strategy was asked for, so the plan that ``auto`` took would have another.
@@ -78,7 +78,7 @@ def made_plans(device: str, ranks: int, tokens: int, seeds: int, shape: Shape, f
 def measured(plans: Plans, device: str) -> Iterator[tuple[str, Times]]:
     """Time the kernels of all plans, batch by batch, and yield (batch, times)."""
     for batch, by_strategy in plans.items():
-        distinct = {deeds(plan): plan for plan in by_strategy.values()}
+        distinct = {tables_hash(plan): plan for plan in by_strategy.values()}
         times: Times = {name: [] for name in distinct}
         for name in [*distinct, *reversed(distinct)]:
             plan = distinct[name]
@@ -89,7 +89,7 @@ def measured(plans: Plans, device: str) -> Iterator[tuple[str, Times]]:
 
 def regret(plans: dict[str, Plan], times: Times, device: str) -> tuple[str, float, float]:
     """Return (best strategy, auto's ms, best ms); plans that do the same have the same time."""
-    rules, names = Rules(contention=device != "cpu"), {strategy: deeds(plan) for strategy, plan in plans.items()}
+    rules, names = Rules(contention=device != "cpu"), {strategy: tables_hash(plan) for strategy, plan in plans.items()}
     found: dict[str, float] = {}
     for strategy, plan in plans.items():
         if names[strategy] not in found:

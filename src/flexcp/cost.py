@@ -252,6 +252,10 @@ class CostModel:
 
     # --- links --------------------------------------------------------------------------------------------------------
 
+    def attention_alone(self, shape: Shape) -> bool:
+        """Return whether a token costs next to nothing outside attention, so that layers count as attention alone."""
+        return self.pairs_per_token(shape) <= 1
+
     def link_ns(self, size: Ints, mbps: int) -> Ints:
         """Return the nanoseconds of ``size`` bytes through a port of ``mbps`` megabytes per second.
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import covered_once, offsets, overlaps, spread, united
+from flexcp.arrays.intervals import covered_once, cut_apart, offsets, overlaps, spread, united
 
 Ints = NDArray[np.int64]
 Interval = tuple[int, int]
@@ -123,3 +123,18 @@ def test_covered_once_cuts_the_union_where_single_cover_changes(rows: list[tuple
 def test_touching_intervals_of_different_groups_stay_apart() -> None:
     group, start, stop = united(column([0, 1, 0]), column([0, 5, 3]), column([3, 9, 5]))
     assert [group.tolist(), start.tolist(), stop.tolist()] == [[0, 1], [0, 5], [5, 9]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1, 8)), max_size=7))
+def test_cut_apart_parts_are_equal_or_share_no_point(rows: list[tuple[int, int, int]]) -> None:
+    group, start, length = np.array(rows, np.int64).reshape(-1, 3).T
+    interval, begin, end = cut_apart(group, start, start + length)
+    assert np.array_equal(np.lexsort((begin, interval)), np.arange(len(interval)))
+    points: list[list[int]] = [[] for _ in rows]
+    for i, a, b in zip(interval.tolist(), begin.tolist(), end.tolist(), strict=True):
+        assert a < b
+        points[i] += range(a, b)
+        for j, c, d in zip(interval.tolist(), begin.tolist(), end.tolist(), strict=True):
+            assert group[i] != group[j] or (a, b) == (c, d) or b <= c or d <= a
+    assert points == [list(range(s, s + n)) for _, s, n in rows]

@@ -28,7 +28,7 @@ def test_plans_that_do_the_same_have_one_time_and_the_shorter_one_counts(monkeyp
 
     monkeypatch.setattr(regret, "slot_times", slot_times)
     ((batch, times),) = regret.measured({"web:0": plans}, "cpu")
-    order = [regret.deeds(plan) for plan, backward in timed if not backward]
+    order = [regret.tables_hash(plan) for plan, backward in timed if not backward]
     assert batch == "web:0" and len(order) == 6 and order == order[::-1]
     best, mine, least = regret.regret(plans, times, "cpu")
     assert mine >= least > 0

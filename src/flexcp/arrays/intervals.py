@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
+
 Ints = NDArray[np.int64]
 
 
@@ -59,6 +61,21 @@ def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
     last = np.searchsorted(other_start, stop, side="left")
     index, within = spread(np.where(start < stop, np.maximum(last - first, 0), 0))
     return index, first[index] + within
+
+
+def cut_apart(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut half-open intervals so that two parts of the same group are equal or share no point.
+
+    Groups must not be negative. Returns (interval, start, stop) of each part, sorted by interval and start.
+    """
+    span = int(stop.max(initial=0)) + 1  # one axis for all groups
+    low, high = group * span + start, group * span + stop
+    borders = distinct(np.concatenate([low, high]))
+    first = np.searchsorted(borders, low)
+    interval, within = spread(np.searchsorted(borders, high) - first)
+    at = first[interval] + within
+    begin = borders[at] % span
+    return interval, begin, begin + borders[at + 1] - borders[at]
 
 
 def covered_once(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:

@@ -137,7 +137,7 @@ def _staged(
     other_ways = other_ways and not keys_kept and not placement.assemble_own
     of_nodes = node_work(needs, placement, *counted, cluster, cost) if other_ways else None
     rest_of_layer = np.zeros_like(placement.tokens)
-    if cost.pairs_per_token(shape) > 1:  # otherwise layers are attention alone, which all ranks begin together
+    if not cost.attention_alone(shape):  # otherwise all ranks begin attention together
         rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
     passes: list[PassAnalysis] = []
     for backward in (False, True):

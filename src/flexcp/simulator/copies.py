@@ -40,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import spread
+from flexcp.arrays.intervals import cut_apart
 from flexcp.clusters import Cluster
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
@@ -113,15 +113,13 @@ def _reduced_again(t: Transfers, ranks: int, stages: int, shape: Shape) -> Ints:
 
     reduced = np.flatnonzero(IS_OUTPUT[t.kind] & ((t.partial == 1) | (t.owner != t.target)) & (t.source != t.target))
     # Pieces with different heads are cut so that two of them have the same heads or none in common.
-    borders = np.unique(np.concatenate([t.h0[reduced], t.h1[reduced]]))
-    first = np.searchsorted(borders, t.h0[reduced])
-    part, within = spread(np.searchsorted(borders, t.h1[reduced]) - first)
-    at, band = reduced[part], first[part] + within
+    part, h0, h1 = cut_apart(np.zeros_like(reduced), t.h0[reduced], t.h1[reduced])
+    at = reduced[part]
     place = t.target[at] * stages + t.stage[at]
-    target = ((place * len(Kind) + t.kind[at]) * ranks + t.owner[at]) * len(borders) + band
+    target = ((place * len(Kind) + t.kind[at]) * ranks + t.owner[at]) * shape.heads + h0
     order = np.lexsort((t.start[at], target))
-    at, band, place, target = at[order], band[order], place[order], target[order]
-    size = 2 * _precise_bytes(shape)[t.kind[at]] * np.diff(borders)[band]
+    at, place, target = at[order], place[order], target[order]
+    size = 2 * _precise_bytes(shape)[t.kind[at]] * (h1 - h0)[order]
     again: Ints = read_again(place, target, t.start[at], t.stop[at], size, ranks * stages)
     return again.reshape(ranks, stages)
 

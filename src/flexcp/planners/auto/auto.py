@@ -47,7 +47,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
@@ -58,7 +57,6 @@ from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
 from flexcp.schedule.transfers import make_plan
-from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training, layers_alone
 from flexcp.simulator.training import simulate, simulated_step
 
@@ -93,8 +91,6 @@ MANY_DOCUMENTS = 65_536
 """With more documents than this, no candidate is tried for a small gain."""
 WORTH_TRYING = 128
 """With more than ``MANY_DOCUMENTS``, a candidate is tried if it may save more than one part in this many."""
-NO_REST = 1
-"""If a token costs at most this many pairs outside attention, layers count as attention alone."""
 LONGEST_NS = 1 << 38
 """If a layer takes longer than this (over four minutes), plans keep the time of the closed form.
 
@@ -299,7 +295,7 @@ class _Search:
         assert best is not None
         near = [s for s in self.simulated if not s.candidate.is_static and s.ns * 1000 <= best.ns * NEAR_PERMILLE]
         many = any(len(one.transfers) > MANY_TRANSFERS for s in near for pair in s.plan.programs for one in pair)
-        if request.cluster.nodes == 1 or not _attention_alone(request.cost, request.shape):
+        if request.cluster.nodes == 1 or not request.cost.attention_alone(request.shape):
             return
         if best not in near or len(near) == 1 or many or self._is_too_long(best.ns):
             return
@@ -423,11 +419,6 @@ def step_ns(plan: Plan, training: Training | None = None) -> int:
     If the layers consist of attention only, each pass of attention is simulated separately, with all ranks starting
     together.
     """
-    if training is None and _attention_alone(plan.cost, plan.shape):
+    if training is None and plan.cost.attention_alone(plan.shape):
         return simulate(plan).attention_ns
     return simulated_step(plan, training or layers_alone(plan.cost, plan.shape)).total_ns
-
-
-def _attention_alone(cost: CostModel, shape: Shape) -> bool:
-    """Return whether layers consist of attention alone."""
-    return cost.pairs_per_token(shape) <= NO_REST

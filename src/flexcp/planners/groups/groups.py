@@ -180,12 +180,7 @@ def _slacks(request: Request) -> tuple[int, ...]:
     """
     if request.cluster.nodes == 1:
         return SLACKS[1:]
-    return SLACKS if _attention_alone(request) else SLACKS[:-1]
-
-
-def _attention_alone(request: Request) -> bool:
-    """Return whether layers consist of attention alone."""
-    return request.cost.pairs_per_token(request.shape) <= 1
+    return SLACKS if request.cost.attention_alone(request.shape) else SLACKS[:-1]
 
 
 def _given(request: Request) -> dict[str, str]:
@@ -258,7 +253,7 @@ def searched_settings(request: Request) -> list[str]:
     found = [f"team={team}" for team in likely]
     if cluster.nodes > 1 and 1 not in likely:
         load = price_documents(request, []).load
-        most = max(FEW_RANKS, cluster.ranks_per_node if _attention_alone(request) else 0)
+        most = max(FEW_RANKS, cluster.ranks_per_node if request.cost.attention_alone(request.shape) else 0)
         if int(load.max()) * request.ranks <= most * int(load.sum()):
             found.append("team=1+slack=0")
     return found

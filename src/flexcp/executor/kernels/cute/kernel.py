@@ -64,7 +64,7 @@ TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch
 LISTS_IN_STEP = 96 << 20
 """From how many bytes of dq on programs add to it in step (:attr:`CuteWork.in_step`), if other lists may add to it too.
 
-On an H200 this took 2 to 12 % less time with 96 to 128 MiB of dq and long documents. For a launch to whose dq nothing
+On an H200 this took up to 12 % less time with 96 to 128 MiB of dq and long documents. For a launch to whose dq nothing
 else adds it was not timed.
 """
 LONGEST_PART = 1024
