@@ -25,15 +25,15 @@ def server(preload: list[str]) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    with without_interrupt():
-        resource_tracker.ensure_running()  # the server would start it otherwise, which unblocks the signal
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    first = context.Process(target=_nothing, daemon=True)
     try:
+        with without_interrupt():
+            resource_tracker.ensure_running()  # the server would start it otherwise, which unblocks the signal
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        first = context.Process(target=_nothing, daemon=True)
         first.start()
         first.join()
     except BaseException:
