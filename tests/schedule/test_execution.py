@@ -80,6 +80,14 @@ def test_the_margin_is_the_one_under_which_the_slowest_rank_is_done_first() -> N
     ).execution.margin.any()
 
 
+def test_slots_after_all_work_keep_the_margin_of_the_last_slot_with_work() -> None:
+    """Copies are still made in them while transfers are on their way."""
+    program = keys((1, 10), (2, 900), stages_of=5)
+    work = ints([1000_000, 1000_000, 0, 0, 0], [1000_000, 1000_000, 0, 0, 0])
+    margin = with_execution(program, work, SHAPE, MACHINE, COST, False).execution.margin
+    assert margin[0] < margin[1] == 16 and margin[1:].tolist() == [16] * 4
+
+
 def test_transfers_that_only_cross_nodes_are_left_fewer_multiprocessors() -> None:
     """The same message is sent between the same ranks, once inside a node and once between two nodes."""
     program = keys((2, 300), stages_of=4)

@@ -30,6 +30,7 @@ from flexcp.planners.groups.compiled_dealing import (
     COLUMNS,
     DOC,
     HI,
+    HUGE,
     LO,
     LOAD,
     PACE,
@@ -37,6 +38,7 @@ from flexcp.planners.groups.compiled_dealing import (
     deal,
     least_limit,
     needed_bins,
+    tokens_with,
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
 from flexcp.planners.groups.groups import (
@@ -123,18 +125,19 @@ def dealings(draw: st.DrawFn) -> tuple[Ints, Ints, int, bool, int]:
     return items, np.array(pace), draw(st.sampled_from([8, 50])), draw(st.booleans()), draw(st.sampled_from([0, 500]))
 
 
-@given(dealings())
+@given(dealings(), st.sampled_from([0, 7]))
 @settings(max_examples=60, deadline=None)
-def test_dealing_keeps_every_token_and_all_load(problem: tuple[Ints, Ints, int, bool, int]) -> None:
+def test_dealing_keeps_every_token_and_all_load(problem: tuple[Ints, Ints, int, bool, int], extra: int) -> None:
     items, pace, slack, poured, room = problem
-    found = deal(items, pace, slack, poured, room)
+    found = deal(items, pace, slack, poured, room, extra)
     assert np.all((found[:, BIN] >= 0) & (found[:, BIN] < len(pace)))
     for item in items:
         parts = found[found[:, DOC] == item[DOC]]
         parts = parts[np.argsort(parts[:, LO])]
         assert parts[0, LO] == 0 and parts[-1, HI] == item[HI] and np.all(parts[1:, LO] == parts[:-1, HI])
         assert np.all(parts[:, LO] < parts[:, HI])
-        assert parts[:, LOAD].sum() == item[LOAD] and parts[:, ATTENTION].sum() == item[ATTENTION]
+        more = extra * item[HI] if len(parts) > 1 else 0
+        assert parts[:, LOAD].sum() == item[LOAD] + more and parts[:, ATTENTION].sum() == item[ATTENTION] + more
         assert np.all(parts[:, SHARED] == (len(parts) > 1))
 
 
@@ -152,7 +155,7 @@ def test_the_least_limit_is_the_one_brute_force_finds(loads: list[int], bins: in
 
 def test_long_documents_have_bins_of_their_own() -> None:
     items = table_of([100, 100, 10, 10], [5_000_000, 3_000_000, 500_000, 500_000], linear=0)
-    found = deal(items, np.full(9, PACE), 50, False, 0)
+    found = deal(items, np.full(9, PACE), 50, False, 0, 0)
     bins = [set(found[found[:, DOC] == d, BIN].tolist()) for d in range(4)]
     assert [len(mine) for mine in bins] == [5, 3, 1, 1]
     assert not bins[0] & bins[1]
@@ -161,7 +164,7 @@ def test_long_documents_have_bins_of_their_own() -> None:
 
 def test_poured_documents_share_a_bin_where_whole_ones_leave_some_late() -> None:
     items = table_of([100] * 3, [1_000_000] * 3, linear=0)
-    whole, poured = (deal(items, np.full(5, PACE), 50, how, 0) for how in (False, True))
+    whole, poured = (deal(items, np.full(5, PACE), 50, how, 0, 0) for how in (False, True))
     latest = [np.bincount(found[:, BIN], found[:, LOAD], minlength=5).max() for found in (whole, poured)]
     assert latest[0] == 1_000_000
     assert latest[1] <= 620_000
@@ -510,17 +513,11 @@ def test_neighbouring_pieces_of_a_document_on_the_same_ranks_are_one() -> None:
     assert found == [[0, 1, 0, 0, 20], *map(list, pieces[2:5]), [1, 2, 1, 50, 70]]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "lengths", "alone"),
-    [(2, [2048] * 32, True), (2, [2048] * 8 + [32_768], False), (1, [2048] * 32, False)],
-    ids=["many short documents", "a long one", "one node"],
-)
-def test_one_rank_is_searched_besides_teams_over_nodes_of_short_documents(
-    nodes: int, lengths: list[int], alone: bool
-) -> None:
-    request = asked(lengths, cluster("h100", nodes, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_for_attention_alone_documents_of_a_node_are_also_cut_by_rows_over_several_nodes(nodes: int) -> None:
+    request = asked([2048] * 8 + [32_768], cluster("h100", nodes, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
     assert team_sizes(request) == [8]
-    assert searched_settings(request) == ["team=8", *(["team=1+slack=0"] if alone else [])]
+    assert searched_settings(request) == ["team=8", *(["team=8+slack=0+split=shared"] if nodes > 1 else [])]
 
 
 def test_without_slack_ranks_are_more_even_than_with_little() -> None:
@@ -535,14 +532,30 @@ def test_without_slack_ranks_are_more_even_than_with_little() -> None:
     assert most[0] < 1.01 < 1.02 < most[1]
 
 
-def test_one_rank_is_searched_if_the_heaviest_document_fits_into_a_node() -> None:
-    """With documents of equal load, each needs ranks / documents ranks, and a node has 8 of 16. With other work in the
-    layers, it must not need more than ``FEW_RANKS``.
+def test_one_rank_is_searched_for_whole_steps_if_the_heaviest_document_needs_few() -> None:
+    """With documents of equal load, each needs 16 / documents ranks."""
+    for documents in (16 // FEW_RANKS, 16 // FEW_RANKS - 1):
+        request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128))
+        few = documents == 16 // FEW_RANKS
+        assert searched_settings(request) == ["team=8", *(["team=1+slack=0"] if few else [])]
+
+
+def test_teams_that_split_only_what_they_share_cut_other_documents_by_rows() -> None:
+    """The long document needs both nodes. The others are three for the eight ranks of a node, so some of them are cut,
+    but inside a node and not by heads.
     """
-    for cost, fewest in ((ATTENTION_ONLY, 2), (CostModel(), 16 // FEW_RANKS)):
-        for documents in (fewest, fewest - 1):
-            request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=cost)
-            assert (len(searched_settings(request)) == 2) == (documents == fewest)
+    request = asked([40_000, *[9_000] * 6], cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=ATTENTION_ONLY)
+    placement = groups(replace(request, argument="team=8+slack=0+split=shared"))
+    regions = placement.regions[0]
+    by_heads = regions.h1 - regions.h0 < 32
+    assert set(regions.document[by_heads].tolist()) == {0}
+    ranks = [set(regions.rank[regions.document == d].tolist()) for d in range(7)]
+    assert ranks[0] == set(range(16))
+    assert any(len(mine) > 1 for mine in ranks[1:]) and all(len({r // 8 for r in mine}) == 1 for mine in ranks[1:])
+    work = placement.work(0)
+    assert work.max() < 1.01 * work.mean()
+    few = groups(replace(request, argument="team=8+slack=1+split=few")).regions[0]
+    assert len(set(few.document[few.h1 - few.h0 < 32].tolist())) > 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -562,3 +575,17 @@ def test_pieces_in_zigzag_pair_rows_from_the_front_with_rows_from_the_back() -> 
     first, last = _zigzag(make_batch([9, 2], causal()), Pieces(*table.T))
     ranges = list(zip(first.tolist(), last.tolist(), strict=True))
     assert ranges == [(0, 2), (6, 9), (2, 4), (4, 6), (0, 0), (1, 2), (0, 1), (1, 1)]
+
+
+@given(st.integers(0, 1 << 49), st.integers(1, 1 << 31), st.integers(0, 1 << 49))
+def test_tokens_with_a_load_are_counted_within_64_bits(load: int, tokens: int, more: int) -> None:
+    """Loads are rounded to 30 bits at worst."""
+    whole = max(1, load + more)
+    found, exact = tokens_with(load, tokens, whole), tokens * load // whole
+    assert abs(found - exact) <= (0 if load * tokens <= HUGE else 1 + (exact >> 28))
+
+
+def test_documents_of_ten_million_tokens_are_divided_evenly() -> None:
+    request = asked([10_000_000] * 11, cluster("h100", 2, 8), cost=ATTENTION_ONLY)
+    work = groups(replace(request, argument="team=1+slack=1+long=poured")).work(0)
+    assert work.max() < 1.02 * work.mean()

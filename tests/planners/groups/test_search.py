@@ -57,9 +57,9 @@ def test_a_team_takes_its_latest_attention_and_its_most_tokens() -> None:
 
 def test_units_are_short_if_long_documents_need_more_than_there_are() -> None:
     priced = price_documents(asked([300_000, 300_000, 1000], 2), [8])
-    assert find_pieces(asked([300_000, 300_000, 1000], 2), priced, 8, 2, False, False).pours is False
+    assert find_pieces(asked([300_000, 300_000, 1000], 2), priced, 8, 2, False, "few").pours is False
     priced = price_documents(asked([300_000] * 3, 4), [8])  # each needs two of the four nodes
-    assert find_pieces(asked([300_000] * 3, 4), priced, 8, 2, False, False).pours is True
+    assert find_pieces(asked([300_000] * 3, 4), priced, 8, 2, False, "few").pours is True
 
 
 def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:

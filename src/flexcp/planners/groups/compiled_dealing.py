@@ -25,7 +25,7 @@ HUGE = 1 << 62
 
 
 @compiled
-def deal(items, pace, slack, poured, room):
+def deal(items, pace, slack, poured, room, extra):
     """Return the items with their bins, cut where needed so that no bin takes more than 1/``slack`` above the mean.
 
     ``pace`` is the speed of each bin. ``room`` is the most tokens that a bin should keep, 0 for no limit: a whole item
@@ -37,6 +37,8 @@ def deal(items, pace, slack, poured, room):
     All other items stay whole. They go heaviest first to the group that then finishes first, and inside a group so that
     attention and tokens are both even, because bins that share a document wait for each other in every layer. In the
     end, the slowest bin gives parts of items to the fastest, until all are within the limit.
+
+    ``extra`` is the load that a token of a whole item gains when the item is cut.
     """
     bins = len(pace)
     even, limit, enough = limit_of(items, bins, slack)
@@ -46,9 +48,9 @@ def deal(items, pace, slack, poured, room):
     found = np.zeros((len(items) + 4 * bins, COLUMNS), np.int64)
     group = np.arange(bins)
     if enough or not poured:
-        start = in_groups(items, order, limit, pace, group, found)
+        start = in_groups(items, order, limit, pace, group, found, extra)
     else:
-        start = laid_end_to_end(items, order, limit, pace, found)
+        start = laid_end_to_end(items, order, limit, pace, found, extra)
     used = start
     group_load, group_pace, left = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     for b in range(bins):
@@ -70,10 +72,10 @@ def deal(items, pace, slack, poured, room):
                     best, least = g, time
         group_load[best] += items[i, LOAD]
         left[best] -= tokens
-        write_part(found, used, items[i], 0, tokens, best)
+        write_part(found, used, items[i], 0, tokens, best, extra)
         used += 1
     inside_groups(found, start, used, group, pace)
-    used = cut_borders(found, used, pace, even, limit)
+    used = cut_borders(found, used, pace, slack, limit, extra)
     return found[:used]
 
 
@@ -129,27 +131,39 @@ def share_of(amount, tokens, of):
 
 
 @compiled_leaf
-def write_part(found, at, item, first, last, b):
+def tokens_with(load, tokens, whole):
+    """Return how many of ``tokens`` tokens, which have the load ``whole`` together, have ``load``, rounded down.
+
+    Where 64 bits would not be enough, loads are rounded to fewer bits first.
+    """
+    while load > HUGE // tokens:
+        load, whole = load // 2, whole // 2
+    return tokens * load // max(1, whole)
+
+
+@compiled_leaf
+def write_part(found, at, item, first, last, b, extra):
     """Write tokens ``first`` to ``last`` (exclusive) of an item as item ``at`` of ``found``, in bin ``b``.
 
-    Tokens are counted from the item's own beginning.
+    Tokens are counted from the item's own beginning. ``extra`` is as in :func:`deal`.
     """
     tokens = item[HI] - item[LO]
+    more = extra * (last - first) if item[SHARED] == 0 and last - first < tokens else 0
     found[at, DOC] = item[DOC]
     found[at, LO] = item[LO] + first
     found[at, HI] = item[LO] + last
-    found[at, LOAD] = share_of(item[LOAD], last, tokens) - share_of(item[LOAD], first, tokens)
-    found[at, ATTENTION] = share_of(item[ATTENTION], last, tokens) - share_of(item[ATTENTION], first, tokens)
+    found[at, LOAD] = share_of(item[LOAD], last, tokens) - share_of(item[LOAD], first, tokens) + more
+    found[at, ATTENTION] = share_of(item[ATTENTION], last, tokens) - share_of(item[ATTENTION], first, tokens) + more
     found[at, SHARED] = 1 if item[SHARED] == 1 or last - first < tokens else 0
     found[at, BIN] = b
 
 
 @compiled
-def in_groups(items, order, limit, pace, group, found):
+def in_groups(items, order, limit, pace, group, found, extra):
     """Write every long item in parts over a group of bins of its own; return the number of parts.
 
     Parts are in proportion to the paces of bins. ``group[bin]`` becomes the first bin of the group that the bin belongs
-    to.
+    to. ``extra`` is as in :func:`deal`.
     """
     used, begin = 0, 0
     for i in order:
@@ -164,17 +178,17 @@ def in_groups(items, order, limit, pace, group, found):
             before += pace[b]
             last = tokens * before // whole
             if first < last:
-                write_part(found, used, items[i], first, last, b)
+                write_part(found, used, items[i], first, last, b, extra)
                 used += 1
         begin += size
     return used
 
 
 @compiled
-def laid_end_to_end(items, order, limit, pace, found):
+def laid_end_to_end(items, order, limit, pace, found, extra):
     """Write the long items one after the other over the bins; return the number of parts.
 
-    Each bin is filled up to the limit, times its pace.
+    Each bin is filled up to the limit, times its pace. ``extra`` is as in :func:`deal`.
     """
     used, b = 0, 0
     room = limit * pace[0] // PACE
@@ -186,8 +200,8 @@ def laid_end_to_end(items, order, limit, pace, found):
             left = items[i, LOAD] - share_of(items[i, LOAD], first, tokens)
             last = tokens
             if left > room and b < len(pace) - 1:
-                last = min(tokens, first + max(1, share_of(tokens, max(room, 0), items[i, LOAD])))
-            write_part(found, used, items[i], first, last, b)
+                last = min(tokens, first + max(1, tokens_with(max(room, 0), tokens, items[i, LOAD])))
+            write_part(found, used, items[i], first, last, b, extra)
             room -= found[used, LOAD]
             used += 1
             first = last
@@ -260,16 +274,19 @@ def spread_evenly(items, mine, pace, held, tokens):
 
 
 @compiled
-def cut_borders(found, used, pace, even, limit):
+def cut_borders(found, used, pace, slack, limit, extra):
     """Move load from the slowest bin to the fastest until all are within the limit; return the number of items.
 
-    ``even`` is the mean load of a bin. The load is cut from the shortest item that has enough; if none has, the
-    heaviest item moves as a whole. There are at most two moves for each bin.
+    The limit is at least 1/``slack`` above the mean load of bins. The load is cut from the shortest item that has
+    enough; if none has, the heaviest item moves as a whole. There are at most two moves for each bin. ``extra`` is as
+    in :func:`deal`.
     """
     bins = len(pace)
     load = np.zeros(bins, np.int64)
     for i in range(used):
         load[found[i, BIN]] += found[i, LOAD]
+    even = -(-load.sum() // bins)
+    limit = max(limit, even + even // slack + 1)
     for _ in range(2 * bins):
         late, early = 0, 0
         for b in range(bins):
@@ -291,16 +308,16 @@ def cut_borders(found, used, pace, even, limit):
         if best < 0:  # no item has enough load: the heaviest moves as a whole
             best, tokens = heaviest, found[heaviest, HI] - found[heaviest, LO]
             over = found[best, LOAD]
-        give = min(tokens, max(1, share_of(tokens, over, max(1, found[best, LOAD]))))
+        give = min(tokens, max(1, tokens_with(over, tokens, found[best, LOAD])))
         item = found[best].copy()
-        moved = item[LOAD]
+        load[late] -= item[LOAD]
         if give == tokens:
             found[best, BIN] = early
+            load[early] += item[LOAD]
         else:
-            write_part(found, best, item, 0, tokens - give, late)
-            write_part(found, used, item, tokens - give, tokens, early)
-            moved = found[used, LOAD]
+            write_part(found, best, item, 0, tokens - give, late, extra)
+            write_part(found, used, item, tokens - give, tokens, early, extra)
+            load[late] += found[best, LOAD]
+            load[early] += found[used, LOAD]
             used += 1
-        load[late] -= moved
-        load[early] += moved
     return used

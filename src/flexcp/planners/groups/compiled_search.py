@@ -8,13 +8,31 @@ from __future__ import annotations
 import numpy as np
 
 from flexcp.arrays.jit import compiled
-from flexcp.planners.groups.compiled_dealing import ATTENTION, BIN, COLUMNS, HI, LO, PACE, deal, limit_of, share_of
+from flexcp.planners.groups.compiled_dealing import (
+    ATTENTION,
+    BIN,
+    COLUMNS,
+    HI,
+    LO,
+    PACE,
+    SHARED,
+    deal,
+    limit_of,
+    share_of,
+)
 from flexcp.planners.groups.compiled_team import split_by_heads
 
-NODE, TEAM, SLACK, POURED, SPLIT_ALL, ROOM, LINEAR, EXCHANGE = range(8)
+NODE, TEAM, SLACK, POURED, SPLIT, ROOM, LINEAR, EXCHANGE, EXTRA = range(9)
 """The settings of :func:`deal_to_ranks`: the ranks of a node and of a team, 1 over the share that a unit may be above
-the mean, whether long items are poured and all items split by heads, the most tokens of a rank (0: no limit), and the
-costs of a token outside attention and of a split token.
+the mean, whether long items are poured, which items are split by heads, the most tokens of a rank (0: no limit), and
+the costs of a token outside attention, of a split token, and what a token of an item costs more if the item is cut.
+"""
+FEW, ALL, ONLY_SHARED = range(3)
+"""The items that a team splits by heads: as few as are needed, all, or only those that other teams share."""
+PASSES_OF_SHARED = 3
+"""If only shared items are split, how often the rows of a shared item are passed more often than those of a whole one.
+
+Its keys arrive from the ranks of the same node, and in two parts from other nodes.
 """
 
 
@@ -29,7 +47,7 @@ def deal_to_ranks(items, speeds, settings):
     """
     size, team = settings[NODE], settings[TEAM]
     nodes, teams = len(speeds) // size, len(speeds) // team
-    most = len(items) + 4 * (nodes + teams)
+    most = len(items) + 4 * (nodes + teams + len(speeds))
     found, where = np.empty((most, COLUMNS), np.int64), np.empty((most, 2), np.int64)
     times, used = np.zeros((teams, 2), np.int64), 0
     by_node, node_begins, short = dealt(items, speeds, size, settings)
@@ -42,9 +60,8 @@ def deal_to_ranks(items, speeds, settings):
             of_team = by_team[team_begins[number] : team_begins[number + 1]]
             first = number * team
             pace = paces(mine[first : first + team], 1)
-            rank = np.full(len(of_team), team if team > 1 else 0, np.int64)
-            if team > 1 and len(of_team) > 0 and settings[SPLIT_ALL] == 0:
-                rank = split_by_heads(of_team, pace, settings[LINEAR], settings[EXCHANGE], settings[SLACK])
+            of_team, rank, short_here = inside_team(of_team, mine[first : first + team], pace, settings)
+            short = short or short_here
             for i in range(len(of_team)):
                 split = team > 1 and rank[i] == team
                 found[used] = of_team[i]
@@ -60,6 +77,27 @@ def deal_to_ranks(items, speeds, settings):
 
 
 @compiled
+def inside_team(items, speeds, pace, settings):
+    """Return (the items of a team, cut where needed; their ranks; whether ranks were short).
+
+    The rank of an item is counted from the first of its team. It is the size of the team if the item is split by heads.
+    """
+    team = len(pace)
+    if team == 1:
+        return items, np.zeros(len(items), np.int64), False
+    if settings[SPLIT] == ALL or len(items) == 0:
+        return items, np.full(len(items), team, np.int64), False
+    if settings[SPLIT] == FEW:
+        rank = split_by_heads(items, pace, settings[LINEAR], settings[EXCHANGE], settings[SLACK])
+        return items, rank, False
+    shared = items[items[:, SHARED] == 1]
+    table, _, short = dealt(items[items[:, SHARED] == 0], speeds, 1, settings)
+    rank = np.full(len(shared) + len(table), team, np.int64)
+    rank[len(shared) :] = table[:, BIN]
+    return np.concatenate((shared, table)), rank, short
+
+
+@compiled
 def dealt(items, speeds, size, settings):
     """Return (the items, sorted by unit of ``size`` ranks; where those of each begin; whether units were short)."""
     units = len(speeds) // size
@@ -67,7 +105,10 @@ def dealt(items, speeds, size, settings):
     if units == 1:
         begins[1] = len(items)
         return items.copy(), begins, False
-    table = deal(items.copy(), paces(speeds, size), settings[SLACK], settings[POURED] == 1, settings[ROOM] * size)
+    room, extra = settings[ROOM] * size, settings[EXTRA]
+    if size > 1 and settings[SPLIT] == ONLY_SHARED:
+        extra *= PASSES_OF_SHARED
+    table = deal(items.copy(), paces(speeds, size), settings[SLACK], settings[POURED] == 1, room, extra)
     for i in range(len(table)):
         begins[table[i, BIN] + 1] += 1
     for unit in range(units):

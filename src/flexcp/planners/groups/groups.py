@@ -19,6 +19,8 @@ loop:
    except for those that were cut in steps 1 and 2 and for the heaviest ones, as many as are needed to make attention
    even: these are split by heads over the whole team, and any of its ranks may keep their rows. With teams of one rank,
    step 2 has already found the rank.
+4. Without slack (``slack=0``), ranks that share documents give each other tokens of them until their exactly counted
+   work is even (:mod:`flexcp.planners.groups.levelling`), unless ranks wait for each other in every layer anyway.
 
 Groups are balanced by *load*, attention and the rest of the layer together. Ranks inside a group are balanced in
 attention and in tokens separately: they wait for each other's keys in every layer, so less attention on a rank cannot
@@ -33,7 +35,8 @@ make up for more tokens.
   gets fewer units and takes longer; with ``poured``, long documents are laid end to end, so that neighbours share a
   unit.
 - ``split``: with ``all``, a team splits every document, which moves more bytes and gives all its ranks the same work;
-  with ``few``, only as many as needed.
+  with ``few``, only as many as needed; with ``shared``, only what it shares with other teams, and it deals the other
+  documents to its ranks, as if each were a team of one. Then long documents move few bytes and most others none.
 
 For ``team``, ``slack`` and ``long``, values that are not given are searched, as far as an estimate of their time does
 not rule them out; the placement with the least predicted time, including copies, is taken
@@ -57,9 +60,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.plan.placement import Placement
+from flexcp.planners.groups.levelling import level
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
-from flexcp.planners.groups.search import coupled, find_pieces
+from flexcp.planners.groups.search import MANY_DOCUMENTS, SPLITS, coupled, find_pieces
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_tolerances
 from flexcp.shape import Shape
@@ -73,9 +77,11 @@ CLEARLY_LONGER = 5
 """Settings whose estimated time is this many per cent above the least one are left out."""
 WORTH_CUTTING = 400
 """A slack below the usual one is only tried if the estimated time is shorter by more than one part in this many."""
+LEVELLINGS = 2
+"""How often the work of ranks is counted and levelled without slack."""
 FEW_RANKS = 4
 """On several nodes, ``auto`` also tries teams of one rank if the heaviest document needs at most this many ranks."""
-WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
+WORDS = {"long": ("whole", "poured"), "split": SPLITS}
 """The values of the settings that are words and not numbers."""
 
 
@@ -116,8 +122,16 @@ def all_groupings(request: Request) -> list[Placement]:
     placements: list[Placement] = []
     for each, pieces in _worth_placing(request, priced, tried):
         placement = place_pieces(request, priced, pieces)
+        for _ in range(LEVELLINGS if each.slack == 0 and _levels(request) else 0):
+            pieces = level(request, priced, pieces, placement)
+            placement = place_pieces(request, priced, pieces)
         placements.append(replace(placement, note=_note(placement, each)))
     return placements
+
+
+def _levels(request: Request) -> bool:
+    """Return whether exact levelling is worth it: very many documents are even without it."""
+    return not coupled(request) and request.batch.documents <= MANY_DOCUMENTS
 
 
 def _worth_placing(
@@ -134,7 +148,7 @@ def _worth_placing(
         poured = each.long == "poured"
         if poured and not pours:
             continue
-        pieces, time, pours = find_pieces(request, priced, each.team, each.slack, poured, each.split == "all")
+        pieces, time, pours = find_pieces(request, priced, each.team, each.slack, poured, each.split)
         if not any(_same(pieces, other) for _, other, _ in found):
             found.append((each, pieces, time))
     for each, pieces, time in found:
@@ -245,18 +259,19 @@ def team_sizes(request: Request) -> list[int]:
 def searched_settings(request: Request) -> list[str]:
     """Return the arguments of ``groups`` that ``auto`` tries: a ``team=`` for each of :func:`team_sizes`.
 
-    Other settings are left open. On several nodes, teams of one rank without slack are added if no document needs more
-    than ``FEW_RANKS`` ranks, or if layers consist of attention alone and no document needs more ranks than a node has:
-    cut by rows, most documents stay whole and copy nothing. Documents that need more ranks move fewer bytes in teams.
+    Other settings are left open. On several nodes, one more is added that cuts documents of a node by rows and without
+    slack, so that most documents stay whole and copy nothing. If layers consist of attention alone, documents that
+    nodes share are still split by heads; otherwise it is added only if no document needs more than ``FEW_RANKS`` ranks.
     """
     likely, cluster = team_sizes(request), request.cluster
     found = [f"team={team}" for team in likely]
-    if cluster.nodes > 1 and 1 not in likely:
-        load = price_documents(request, []).load
-        most = max(FEW_RANKS, cluster.ranks_per_node if request.cost.attention_alone(request.shape) else 0)
-        if int(load.max()) * request.ranks <= most * int(load.sum()):
-            found.append("team=1+slack=0")
-    return found
+    if cluster.nodes == 1 or 1 in likely:
+        return found
+    if request.cost.attention_alone(request.shape):
+        return [*found, f"team={cluster.ranks_per_node}+slack=0+split=shared"]
+    load = price_documents(request, []).load
+    few = int(load.max()) * request.ranks <= FEW_RANKS * int(load.sum())
+    return [*found, "team=1+slack=0"] if few else found
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ class PricedDocuments:
 
     ``attention`` and ``load`` (attention and everything else) are those of each document. ``linear`` is the cost of a
     token in the rest of the layers, and ``token`` adds what clearing and rounding its results costs. ``row`` is the
-    cost of a row besides its pairs (``token`` and its share of a row tile), and ``exchange[u]`` the cost of a token
-    whose heads are split over ``u`` ranks, for each of these ranks. All but ``row`` may be shifted down
-    (``LARGEST_LOAD``).
+    cost of a row besides its pairs (``token`` and its share of a row tile). ``cut`` is what a token of a cut document
+    costs more than one of a whole document, because rows are passed once more for keys that arrive, and ``exchange[u]``
+    the cost of a token whose heads are split over ``u`` ranks, for each of these ranks. All but ``row`` are shifted
+    down by ``shift`` bits (``LARGEST_LOAD``).
     """
 
     attention: Ints
@@ -40,7 +41,9 @@ class PricedDocuments:
     linear: int
     token: int
     row: int
+    cut: int
     exchange: dict[int, int]
+    shift: int
 
 
 def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
@@ -52,6 +55,7 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
     attention = area + layers * cost.row_tiles_work(batch.lengths)
     linear = cost.pairs_per_token(request.shape) * layers
     token = linear + _own_copies(request) * layers
+    row_tile = layers * cost.row_tile_pairs // TILE_ROWS
     load = attention + token * batch.lengths
     shift = max(0, int(load.sum()).bit_length() - LARGEST_LOAD.bit_length())
     return PricedDocuments(
@@ -59,8 +63,10 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
         np.maximum(load >> shift, 1),
         linear >> shift,
         token >> shift,
-        token + layers * cost.row_tile_pairs // TILE_ROWS,
+        token + row_tile,
+        row_tile >> shift,
         {u: layers * _exchange(request, u) >> shift for u in teams},
+        shift,
     )
 
 

@@ -31,6 +31,8 @@ LIGHTER = 2
 """The number of weights below ``WHOLE`` that are tried."""
 LEVEL = 400
 """Without slack, a unit may be one part in this many above the mean."""
+SPLITS = ("few", "all", "shared")
+"""The values of ``split``, in the order of :mod:`flexcp.planners.groups.compiled_search`."""
 MANY_DOCUMENTS = 50_000
 """With more documents than this, only one weight is tried."""
 TOKENS_FORWARD = 333
@@ -48,12 +50,10 @@ class Found(NamedTuple):
     pours: bool
 
 
-def find_pieces(
-    request: Request, priced: PricedDocuments, team: int, slack: int, poured: bool, split_all: bool
-) -> Found:
+def find_pieces(request: Request, priced: PricedDocuments, team: int, slack: int, poured: bool, split: str) -> Found:
     """Return the pieces of all documents, each with the rank or team that it is on, and an estimate of their time.
 
-    ``team``, ``slack``, ``poured`` (``long``) and ``split_all`` (``split``) are the settings, as in
+    ``team``, ``slack``, ``poured`` (``long``) and ``split`` are the settings, as in
     :mod:`flexcp.planners.groups.groups`.
     """
     from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, DOC, HI, LO, LOAD
@@ -65,9 +65,9 @@ def find_pieces(
     items[:, ATTENTION] = priced.attention
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     node, room = request.cluster.ranks_per_node, request.token_cap or 0
-    costs = (priced.token, priced.exchange.get(team, 0))
+    costs = (priced.token, priced.exchange.get(team, 0), 0 if slack or coupled(request) else priced.cut)
     parts = max(1, 100 // slack) if slack else LEVEL
-    settings = np.array([node, team, parts, poured, split_all, room, *costs], np.int64)
+    settings = np.array([node, team, parts, poured, SPLITS.index(split), room, *costs], np.int64)
     forward = forward_share(request)
     found: list[tuple[int, int, Ints, Ints]] = []
     pours = False
