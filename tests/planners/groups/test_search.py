@@ -44,8 +44,8 @@ def test_a_team_takes_its_latest_attention_and_its_most_tokens() -> None:
     items[:, ATTENTION], items[:, HI] = [600, 400, 100], [60, 40, 10]
     items[:, LOAD] = items[:, ATTENTION] + items[:, HI]
     speeds = np.array([1000, 1000, 500, 500])
-    # Node, team, slack, poured, all split, room, linear, exchange.
-    table, where, times, short = deal_to_ranks(items, speeds, np.array([2, 2, 2, 0, 1, 0, 3, 7]))
+    # Node, team, slack, poured, all split, room, linear, exchange, extra.
+    table, where, times, short = deal_to_ranks(items, speeds, np.array([2, 2, 2, 0, 1, 0, 3, 7, 0]))
     assert not short and (where[:, 1] == 2).all() and set(where[:, 0].tolist()) <= {0, 2}
     for node, speed in ((0, 1000), (1, 500)):
         mine = table[where[:, 0] == 2 * node]
@@ -60,6 +60,32 @@ def test_units_are_short_if_long_documents_need_more_than_there_are() -> None:
     assert find_pieces(asked([300_000, 300_000, 1000], 2), priced, 8, 2, False, "few").pours is False
     priced = price_documents(asked([300_000] * 3, 4), [8])  # each needs two of the four nodes
     assert find_pieces(asked([300_000] * 3, 4), priced, 8, 2, False, "few").pours is True
+
+
+def test_ranks_are_short_if_documents_that_a_team_cuts_by_rows_need_more_than_it_has() -> None:
+    """Six documents for the eight ranks of a node need two ranks each."""
+    request = asked([30_000] * 12, 2, None)
+    priced = price_documents(request, [8])
+    assert find_pieces(request, priced, 8, 0, False, "shared").pours is True
+    assert find_pieces(request, priced, 8, 0, False, "few").pours is False
+    notes = [found.note for found in all_groupings(replace(request, argument="team=8+slack=0+split=shared"))]
+    assert ["poured" in note for note in notes] == [False, True]
+
+
+def test_nodes_that_share_a_document_are_dealt_less_of_the_others() -> None:
+    """The long document is on two of three nodes. With ``split=shared``, each of its tokens counts three passes of its
+    rows more than one of another document.
+    """
+    request = asked([160_000, *[8_000] * 60], 3, None)
+    priced = price_documents(request, [8])
+    pieces = find_pieces(request, priced, 8, 0, False, "shared").pieces
+    tokens = pieces.hi - pieces.lo
+    load = tokens * (priced.load / request.batch.lengths)[pieces.document]
+    node = pieces.first // 8
+    assert set(node[pieces.document == 0].tolist()) == {0, 1}
+    shared = np.bincount(node, tokens * (pieces.document == 0), minlength=3)
+    counted = np.bincount(node, load) + 3 * priced.cut * shared
+    assert counted.max() < 1.002 * counted.min() and np.bincount(node, load)[0] < 0.995 * np.bincount(node, load)[2]
 
 
 def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:
