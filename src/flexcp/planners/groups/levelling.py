@@ -72,12 +72,14 @@ def _links(pieces: Pieces, tokens: Ints, size: int) -> list[Link]:
     borders = np.flatnonzero(np.diff(pieces.document, prepend=-1, append=-1))
     cut = np.diff(borders) > 1
     for begin, end in zip(borders[:-1][cut].tolist(), borders[1:][cut].tolist(), strict=True):
-        largest: dict[int, int] = {}
+        largest: dict[int, int] = {}  # unit to its largest piece, the unit with the largest of all first
         for at in sorted(range(begin, end), key=lambda at: (-int(tokens[at]), at)):
             if pieces.size[at] == size:
                 largest.setdefault(int(units[at]), at)
-        hub, *others = [*largest.items()] or [(0, 0)]
-        found += [(int(tokens[at]), Link(hub[0], unit, hub[1], at)) for unit, at in others]
+        sharing = list(largest)
+        for unit in sharing[1:]:
+            link = Link(sharing[0], unit, largest[sharing[0]], largest[unit])
+            found.append((int(tokens[link.other_piece]), link))
     return [link for _, link in sorted(found, key=lambda one: (-one[0], one[1]))]
 
 
