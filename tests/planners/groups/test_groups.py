@@ -170,6 +170,15 @@ def test_poured_documents_share_a_bin_where_whole_ones_leave_some_late() -> None
     assert latest[1] <= 620_000
 
 
+def test_what_cutting_costs_counts_in_the_mean_from_which_bins_may_differ() -> None:
+    """The long document is cut and then has three times its load. Then both bins are above what they might have taken
+    without cuts, but within half of their mean, so nothing else is cut.
+    """
+    items = table_of([1000, 10], [10_000, 2_000], linear=0)
+    found = deal(items, np.full(2, PACE), 2, False, 0, 20)
+    assert sorted(found[:, LOAD].tolist()) == [2_000, 15_000, 15_000]
+
+
 def test_teams_split_as_little_as_they_need() -> None:
     alike = table_of([100] * 8, [10_000] * 8)
     assert sorted(split_by_heads(alike, np.full(4, PACE), 3, 1, 50).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
