@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +16,13 @@ from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
+from flexcp.plan.placement import Placement
 from flexcp.planners.groups import search
 from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, HI, LOAD
 from flexcp.planners.groups.compiled_search import deal_to_ranks
-from flexcp.planners.groups.groups import Settings, _worth_placing, all_groupings, groups
-from flexcp.planners.groups.priced_documents import price_documents
+from flexcp.planners.groups.groups import LEVELLINGS, Settings, _worth_placing, all_groupings, groups
+from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
+from flexcp.planners.groups.rows import Pieces
 from flexcp.planners.groups.search import Found, find_pieces, forward_share
 from flexcp.planners.request import Request
 from flexcp.schedule.transfers import make_plan
@@ -86,6 +89,29 @@ def test_nodes_that_share_a_document_are_dealt_less_of_the_others() -> None:
     shared = np.bincount(node, tokens * (pieces.document == 0), minlength=3)
     counted = np.bincount(node, load) + 3 * priced.cut * shared
     assert counted.max() < 1.002 * counted.min() and np.bincount(node, load)[0] < 0.995 * np.bincount(node, load)[2]
+
+
+@pytest.mark.parametrize("training", [None, STEP], ids=["alone", "coupled"])
+@pytest.mark.parametrize("slack", [0, 2])
+def test_work_is_levelled_without_slack_unless_ranks_wait_in_every_layer(
+    slack: int, training: Training | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only then does dealing count what cutting costs, and only then are tokens moved afterwards."""
+    request = asked([30_000] * 12, 2, training)
+    priced = price_documents(request, [])
+    dear = replace(priced, cut=10 * int(priced.load[0]) // 30_000)
+    found = [find_pieces(request, each, 1, slack, True, "few").pieces for each in (priced, dear)]
+    levels = slack == 0 and training is None
+    assert np.array_equal(found[0].matrix(), found[1].matrix()) == (not levels)
+    calls: list[Pieces] = []
+
+    def level(request: Request, priced: PricedDocuments, pieces: Pieces, placement: Placement) -> Pieces:
+        calls.append(pieces)
+        return pieces
+
+    monkeypatch.setattr(import_module("flexcp.planners.groups.groups"), "level", level)
+    groups(replace(request, argument=f"team=1+slack={slack}+long=poured"))
+    assert len(calls) == (LEVELLINGS if levels else 0)
 
 
 def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:
