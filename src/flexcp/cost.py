@@ -250,11 +250,11 @@ class CostModel:
         above = self.linear_flops(shape) * 3 * 2 * forward * backward
         return max(1, above // (attention * self.linear_efficiency * (2 * backward + 5 * forward)))
 
-    # --- links --------------------------------------------------------------------------------------------------------
-
     def attention_alone(self, shape: Shape) -> bool:
         """Return whether a token costs next to nothing outside attention, so that layers count as attention alone."""
         return self.pairs_per_token(shape) <= 1
+
+    # --- links --------------------------------------------------------------------------------------------------------
 
     def link_ns(self, size: Ints, mbps: int) -> Ints:
         """Return the nanoseconds of ``size`` bytes through a port of ``mbps`` megabytes per second.

@@ -18,7 +18,7 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.plan.placement import Placement
 from flexcp.planners.groups import search
-from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, HI, LOAD
+from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, HI, LO, LOAD
 from flexcp.planners.groups.compiled_search import deal_to_ranks
 from flexcp.planners.groups.groups import LEVELLINGS, Settings, _worth_placing, all_groupings, groups
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
@@ -56,6 +56,15 @@ def test_a_team_takes_its_latest_attention_and_its_most_tokens() -> None:
         usual = 750 / speed  # the mean speed over that of the node
         expected = (attention / 2 * usual, (3 * tokens / 2 + 7 * tokens) * usual)
         assert np.allclose(times[node], expected, atol=8)
+
+
+def test_there_is_room_for_the_parts_of_documents_that_a_team_cuts_by_rows() -> None:
+    """One document on a node of 32 ranks. Compiled loops would not notice what they write past the end of a table."""
+    items = np.zeros((1, COLUMNS), np.int64)
+    items[0, [ATTENTION, LOAD, HI]] = 64_000
+    settings = np.array([32, 32, 400, 0, 2, 0, 3, 7, 0])
+    table, where, _, _ = deal_to_ranks.py_func(items, np.full(32, 1000), settings)
+    assert sorted(where[:, 0].tolist()) == list(range(32)) and (table[:, HI] - table[:, LO] == 2_000).all()
 
 
 def test_units_are_short_if_long_documents_need_more_than_there_are() -> None:

@@ -130,7 +130,10 @@ def all_groupings(request: Request) -> list[Placement]:
 
 
 def _levels(request: Request) -> bool:
-    """Return whether exact levelling is worth it: very many documents are even without it."""
+    """Return whether exact levelling is worth it.
+
+    It is not if ranks wait for each other in every layer, and very many documents are even without it.
+    """
     return not coupled(request) and request.batch.documents <= MANY_DOCUMENTS
 
 

@@ -5,9 +5,9 @@ more or less: row tiles are passed once for keys at home and once for keys that 
 document reads few of the latter. So the work of a placement is counted exactly, and units (ranks or teams) that share a
 document give each other tokens of it.
 
-Cut documents connect units. Of these links, a forest is used: those over which most can move, without circles. In
-each of its trees, units give away what they have above the mean of the tree, or get what they lack, from the leaves to
-the root, as far as the piece that gives has tokens. Teams are levelled first, then single ranks.
+A shared document is a *bridge* between units. Of all bridges, a forest is used: those over which most can move, without
+cycles. In each of its trees, units give away what they have above the mean of the tree, or get what they lack, from the
+leaves to the root, as far as the piece that gives has tokens. Teams are levelled first, then single ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexcp.schedule.work import count_pairs, cut_regions, rank_work
 Ints = NDArray[np.int64]
 
 
-class Link(NamedTuple):
+class Bridge(NamedTuple):
     """Two units that share a document, and the number of the largest piece that each has of it."""
 
     one: int
@@ -44,9 +44,9 @@ def level(request: Request, priced: PricedDocuments, pieces: Pieces, placement: 
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     for size in sorted(set(pieces.size.tolist()), reverse=True):
         units, paces = (amount.reshape(-1, size).sum(axis=1) for amount in (load, speeds))
-        links = _forest(_links(pieces, tokens, size), len(units))
+        bridges = _forest(_bridges(pieces, tokens, size), len(units))
         before = units.copy()
-        _level(units, paces, links, tokens, each)
+        _level(units, paces, bridges, tokens, each)
         load += np.repeat((units - before) // size, size)
     return _cut_again(pieces, tokens)
 
@@ -62,12 +62,12 @@ def _loads(request: Request, placement: Placement) -> Ints:
     return found
 
 
-def _links(pieces: Pieces, tokens: Ints, size: int) -> list[Link]:
-    """Return the links between units of ``size`` ranks, those over which most tokens can move first.
+def _bridges(pieces: Pieces, tokens: Ints, size: int) -> list[Bridge]:
+    """Return the bridges between units of ``size`` ranks, those over which most tokens can move first.
 
-    The unit with the largest piece of a document is linked to all others that have a piece of it.
+    The unit with the largest piece of a document has a bridge to all others that have a piece of it.
     """
-    found: list[tuple[int, Link]] = []
+    found: list[tuple[int, Bridge]] = []
     units = pieces.first // size
     borders = np.flatnonzero(np.diff(pieces.document, prepend=-1, append=-1))
     cut = np.diff(borders) > 1
@@ -78,14 +78,15 @@ def _links(pieces: Pieces, tokens: Ints, size: int) -> list[Link]:
                 largest.setdefault(int(units[at]), at)
         sharing = list(largest)
         for unit in sharing[1:]:
-            link = Link(sharing[0], unit, largest[sharing[0]], largest[unit])
-            found.append((int(tokens[link.other_piece]), link))
-    return [link for _, link in sorted(found, key=lambda one: (-one[0], one[1]))]
+            bridge = Bridge(sharing[0], unit, largest[sharing[0]], largest[unit])
+            found.append((int(tokens[bridge.other_piece]), bridge))
+    return [bridge for _, bridge in sorted(found, key=lambda one: (-one[0], one[1]))]
 
 
-def _forest(links: list[Link], units: int) -> list[Link]:
-    """Return links that connect the same units without circles, from leaves to roots: the first unit of a returned link
-    is nearer to its root. Links that come first are preferred.
+def _forest(bridges: list[Bridge], units: int) -> list[Bridge]:
+    """Return bridges that connect the same units without cycles, from leaves to roots.
+
+    The first unit of a returned bridge is nearer to its root. Bridges that come first are preferred.
     """
     tree = list(range(units))
 
@@ -95,14 +96,16 @@ def _forest(links: list[Link], units: int) -> list[Link]:
             unit = tree[unit]
         return unit
 
-    beside: dict[int, list[Link]] = {}
-    for link in links:
-        one, other = root_of(link.one), root_of(link.other)
+    beside: dict[int, list[Bridge]] = {}
+    for bridge in bridges:
+        one, other = root_of(bridge.one), root_of(bridge.other)
         if one != other:
             tree[other] = one
-            beside.setdefault(link.one, []).append(link)
-            beside.setdefault(link.other, []).append(Link(link.other, link.one, link.other_piece, link.piece))
-    found: list[Link] = []
+            beside.setdefault(bridge.one, []).append(bridge)
+            beside.setdefault(bridge.other, []).append(
+                Bridge(bridge.other, bridge.one, bridge.other_piece, bridge.piece)
+            )
+    found: list[Bridge] = []
     seen: set[int] = set()
     for root in beside:
         if root in seen:
@@ -110,31 +113,35 @@ def _forest(links: list[Link], units: int) -> list[Link]:
         seen.add(root)
         queue = [root]
         for unit in queue:
-            outwards = [link for link in beside[unit] if link.other not in seen]
-            seen.update(link.other for link in outwards)
-            queue += [link.other for link in outwards]
+            outwards = [bridge for bridge in beside[unit] if bridge.other not in seen]
+            seen.update(bridge.other for bridge in outwards)
+            queue += [bridge.other for bridge in outwards]
             found += outwards
     return found[::-1]
 
 
-def _level(units: Ints, paces: Ints, links: list[Link], tokens: Ints, each: Ints) -> None:
-    """Move tokens over the links until units have loads in proportion to their paces, as far as possible.
+def _level(units: Ints, paces: Ints, bridges: list[Bridge], tokens: Ints, each: Ints) -> None:
+    """Move tokens over the bridges until units have loads in proportion to their paces, as far as possible.
 
     ``units`` are the loads of all units and ``tokens`` the tokens of all pieces; both are changed. ``each`` is the load
-    of one token of each piece.
+    of one token of each piece. Nothing is moved if the slowest unit would then be slower: a unit that could not pass on
+    all that it was given may be.
     """
+    before = units.copy(), tokens.copy()
     tree = np.arange(len(units), dtype=np.int64)
-    for link in reversed(links):
-        tree[link.other] = tree[link.one]
+    for bridge in reversed(bridges):
+        tree[bridge.other] = tree[bridge.one]
     whole, pace = (sums(tree, amount, len(units))[tree] for amount in (units, paces))
     target = whole // pace * paces + whole % pace * paces // pace
-    for link in links:
-        moved = int(units[link.other] - target[link.other]) // int(each[link.piece])
-        moved = max(min(moved, int(tokens[link.other_piece])), -int(tokens[link.piece]))
-        tokens[link.other_piece] -= moved
-        tokens[link.piece] += moved
-        units[link.other] -= moved * each[link.piece]
-        units[link.one] += moved * each[link.piece]
+    for bridge in bridges:
+        moved = int(units[bridge.other] - target[bridge.other]) // int(each[bridge.piece])
+        moved = max(min(moved, int(tokens[bridge.other_piece])), -int(tokens[bridge.piece]))
+        tokens[bridge.other_piece] -= moved
+        tokens[bridge.piece] += moved
+        units[bridge.other] -= moved * each[bridge.piece]
+        units[bridge.one] += moved * each[bridge.piece]
+    if int((units // paces).max()) > int((before[0] // paces).max()):
+        units[:], tokens[:] = before
 
 
 def _cut_again(pieces: Pieces, tokens: Ints) -> Pieces:
