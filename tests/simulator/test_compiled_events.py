@@ -1,12 +1,29 @@
-"""Proves the order of simulated events when compute ends earlier than was scheduled: what waits for it
-happens in turn.
+"""Proves the order of simulated events when compute ends earlier than was scheduled, and the order of ports' queues:
+what waits happens in turn.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flexcp.simulator.compiled_events import BEGIN, CHUNK_ROWS, END, run_events
+from flexcp.simulator.compiled_events import (
+    AFTER,
+    BEGIN,
+    CHUNK_ROWS,
+    END,
+    HEAD,
+    IN,
+    NONE,
+    OUT,
+    PORT_IN,
+    PORT_OUT,
+    QUEUE_ROWS,
+    queued,
+    run_events,
+    take_out,
+)
 
 SLOWED = 2000  # per mille: compute takes twice as long beside a transfer
 
@@ -37,3 +54,25 @@ def test_compute_that_is_fast_again_ends_before_what_comes_later() -> None:
     assert begin[0, 2] == 1250
     assert chunks[:, BEGIN].tolist() == [0, 1250, 1750]
     assert chunks[:, END].tolist() == [300, 1750, 2250]
+
+
+@given(data=st.data())
+def test_a_queue_keeps_its_order_when_chunks_leave_it_anywhere(data: st.DataObject) -> None:
+    ends = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
+    chunks = np.zeros((len(ends), CHUNK_ROWS), np.int64)
+    chunks[:, [PORT_OUT, PORT_IN]] = ends
+    queue = np.zeros((2, 4, QUEUE_ROWS), np.int64)
+    waits, chunk_at, place = queued(chunks, queue)
+    left = list(range(len(ends)))
+    for gone in (None, *data.draw(st.permutations(left))):
+        if gone is not None:
+            left.remove(gone)
+        for side, port_of in ((OUT, PORT_OUT), (IN, PORT_IN)):
+            if gone is not None:
+                take_out(place[side, gone], side, chunks[gone, port_of], queue, waits)
+            for port in range(4):
+                found, at = [], queue[side, port, HEAD]
+                while at != NONE:
+                    found.append(int(chunk_at[side, at]))
+                    at = waits[side, at, AFTER]
+                assert found == [c for c in left if chunks[c, port_of] == port]

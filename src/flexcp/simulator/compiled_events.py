@@ -18,12 +18,13 @@ An event is one integer: its time, then what happens, then the number of the ran
 
 The state is in tables whose last columns are named below: ``rule`` (for the whole simulation), ``rank``, ``chunk``, and
 for each port ``queue[OUT or IN]``. A rank has a port inside its node and a port across nodes, ``ports[level, rank]``;
-ranks may share a port. The queue of a port is the places HEAD to TAIL, in the order of stages. Each place has a chunk,
-``chunk_at[OUT or IN, place]``, and each chunk has a place on both sides, ``place[OUT or IN, chunk]``. If ranks have
-hundreds of messages, searching the queues takes most of the time. A search therefore reads only
-``waits[OUT or IN, place]``: the stage that has to be open (FOR) and the port at the other end of the chunk (AT). Once
-a chunk has started, AT is the port NOBODY, which is never free. OPEN is the stage up to which the ranks of a free port
-have opened stages, or BUSY; OPENED_UP_TO is the same for a port that is not free.
+ranks may share a port. The queue of a port is a linked list of places in the order of stages, which begins with the
+place HEAD. Each place has a chunk, ``chunk_at[OUT or IN, place]``, and each chunk has a place on both sides,
+``place[OUT or IN, chunk]``. If ranks have hundreds of messages, searching the queues takes most of the time. A search
+therefore reads only ``waits[OUT or IN, place]``: the stage that has to be open (FOR), the port at the other end of the
+chunk (AT) and the places after and before this one in the queue (AFTER, BEFORE; NONE at its ends). A chunk that starts
+leaves the queue. OPEN is the stage up to which the ranks of a free port have opened stages, or BUSY; OPENED_UP_TO is
+the same for a port that is not free.
 """
 
 from __future__ import annotations
@@ -45,10 +46,9 @@ SLOW, LINK = range(2)
 PACK, TAKE_IN = range(2)
 SLOT, STAGE_POSTED, STAGE_OPEN, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROWS = range(10)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
-OPEN, HEAD, TAIL, OPENED_UP_TO, QUEUE_ROWS = range(5)
-BUSY = -1
-NOBODY = -1  # index of the last port of the table, which belongs to no rank
-FOR, AT, WAITS_ROWS = range(3)
+OPEN, HEAD, OPENED_UP_TO, QUEUE_ROWS = range(4)
+BUSY = NONE = -1
+FOR, AT, AFTER, BEFORE, WAITS_ROWS = range(5)
 OUT, IN = range(2)
 
 
@@ -80,7 +80,7 @@ def run_events(
             takes_part[r, chunk[c, STAGE]] = 1
     rank = np.zeros((ranks, RANK_ROWS), np.int64)
     rank[:, SLOT] = -1
-    queue = np.zeros((2, ports.max() + 2, QUEUE_ROWS), np.int64)
+    queue = np.zeros((2, ports.max() + 1, QUEUE_ROWS), np.int64)
     waits, chunk_at, place = queued(chunk, queue)
     rank[:, READY] = rank[:, FORESEEN] = start
     # A rank posts and computes once per slot. A chunk arrives once, and changes the pace of two ranks twice: when it
@@ -221,7 +221,8 @@ def open_port(p, side, stage, queue):
 def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events):
     """Start the first chunk in the queue of port ``p`` that can start, if there is one."""
     opened = queue[side, p, OPEN]
-    for at in range(queue[side, p, HEAD], queue[side, p, TAIL]):
+    at = queue[side, p, HEAD]
+    while at != NONE:
         stage = waits[side, at, FOR]
         if stage > opened:
             return
@@ -232,6 +233,7 @@ def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pa
                 return
         if rule[IN_LINE] == 1 and side == OUT:
             return
+        at = waits[side, at, AFTER]
 
 
 @compiled_leaf
@@ -273,25 +275,31 @@ def queued(chunk, queue):
     chunk_at, place = np.empty((2, len(chunk)), np.int32), np.empty((2, len(chunk)), np.int32)
     for side in range(2):
         mine, other = (PORT_OUT, PORT_IN) if side == OUT else (PORT_IN, PORT_OUT)
-        queue[side, NOBODY, OPEN] = BUSY
+        end = np.zeros(queue.shape[1], np.int64)
         for c in range(len(chunk)):
-            queue[side, chunk[c, mine], TAIL] += 1
-        for port in range(1, queue.shape[1]):
-            queue[side, port, HEAD] = queue[side, port, TAIL] = queue[side, port - 1, TAIL] + queue[side, port, TAIL]
-        queue[side, 0, HEAD] = queue[side, 0, TAIL]
+            end[chunk[c, mine]] += 1
+        end = np.cumsum(end)
+        queue[side, :, HEAD] = NONE
         for c in range(len(chunk) - 1, -1, -1):  # fills the places of each port from the last to the first
             port = chunk[c, mine]
-            queue[side, port, HEAD] -= 1
-            at = queue[side, port, HEAD]
+            end[port] -= 1
+            at, after = end[port], queue[side, port, HEAD]
             waits[side, at, FOR], waits[side, at, AT] = chunk[c, STAGE], chunk[c, other]
+            waits[side, at, AFTER], waits[side, at, BEFORE] = after, NONE
+            if after != NONE:
+                waits[side, after, BEFORE] = at
+            queue[side, port, HEAD] = at
             chunk_at[side, at], place[side, c] = c, at
     return waits, chunk_at, place
 
 
 @compiled_leaf
 def take_out(at, side, port, queue, waits):
-    """Take place ``at`` out of the queue of a port, and move the queue's HEAD past all places taken out."""
-    nobody = queue.shape[1] - 1
-    waits[side, at, AT] = nobody
-    while queue[side, port, HEAD] < queue[side, port, TAIL] and waits[side, queue[side, port, HEAD], AT] == nobody:
-        queue[side, port, HEAD] += 1
+    """Take place ``at`` out of the queue of a port."""
+    after, before = waits[side, at, AFTER], waits[side, at, BEFORE]
+    if after != NONE:
+        waits[side, after, BEFORE] = before
+    if before == NONE:
+        queue[side, port, HEAD] = after
+    else:
+        waits[side, before, AFTER] = after
