@@ -187,8 +187,8 @@ def test_of_several_other_stages_the_fastest_by_events_is_taken(monkeypatch: pyt
     ways: list[list[list[analysis.MaskAnalysis]]] = []
     found = auto_module.in_other_stages
 
-    def recorded(masks: list[analysis.MaskAnalysis], backward: bool) -> list[list[analysis.MaskAnalysis]]:
-        ways.append(found(masks, backward))
+    def recorded(masks: list[analysis.MaskAnalysis], backward: bool, alone: bool) -> list[list[analysis.MaskAnalysis]]:
+        ways.append(found(masks, backward, alone))
         return ways[-1]
 
     monkeypatch.setattr(auto_module, "in_other_stages", recorded)

@@ -418,15 +418,18 @@ def times(found: list[Stages]) -> list[int]:
     return [each.contended_ns for each in found]
 
 
-def test_the_fastest_other_way_is_simulated_if_it_is_close() -> None:
-    assert worth_simulating(way(1_000)) == []
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_fastest_other_way_is_simulated_if_it_is_close(alone: bool) -> None:
+    assert worth_simulating(way(1_000), alone) == []
     for other, worth in ((stages.UNSURE_PERMILLE, True), (stages.UNSURE_PERMILLE + 1, False)):
-        assert times(worth_simulating(way(1_000, others=(way(9_000), way(other))))) == [other] * worth
-    assert times(worth_simulating(way(1_000, others=(way(1_000), way(1_002), way(1_001))))) == [1_001]
+        assert times(worth_simulating(way(1_000, others=(way(9_000), way(other))), alone)) == [other] * worth
+    assert times(worth_simulating(way(1_000, others=(way(1_000), way(1_002), way(1_001))), alone)) == [1_001]
 
 
 def test_all_ways_that_post_inputs_first_are_simulated_if_they_are_not_far_off() -> None:
     limit = stages.UNSURE_INPUTS_PERMILLE
     others = (first(limit), first(1_005), way(1_003), first(limit + 1), way(1_010))
-    assert times(worth_simulating(way(1_000, others=others))) == [1_003, 1_005, limit]
-    assert times(worth_simulating(first(1_000, others=(first(1_030), way(800))))) == [800, 1_030]
+    assert times(worth_simulating(way(1_000, others=others), True)) == [1_003, 1_005, limit]
+    assert times(worth_simulating(first(1_000, others=(first(1_030), way(800))), True)) == [800, 1_030]
+    assert times(worth_simulating(way(1_000, others=others), False)) == [1_003], "beside the rest of a layer"
+    assert times(worth_simulating(way(1_000, others=(first(1_005), way(1_010))), False)) == [1_005]

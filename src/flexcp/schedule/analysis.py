@@ -161,14 +161,15 @@ def _staged(
     return MaskAnalysis(needs, keys_kept, *passes)
 
 
-def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[list[MaskAnalysis]]:
+def in_other_stages(masks: list[MaskAnalysis], backward: bool, alone: bool) -> list[list[MaskAnalysis]]:
     """Return analyses of all masks in which the stages of one direction are replaced by others that might be faster.
 
-    Other stages are those that :func:`flexcp.schedule.stages.worth_simulating` finds for a mask, the fastest first. A
-    mask for which it finds fewer than for another keeps its stages in the later analyses.
+    Other stages are those that :func:`flexcp.schedule.stages.worth_simulating` finds for a mask, the fastest first;
+    ``alone`` says that layers consist of attention alone. A mask for which it finds fewer than for another keeps its
+    stages in the later analyses.
     """
     passes = [found.backward if backward else found.forward for found in masks]
-    others = [worth_simulating(one.stages) for one in passes]
+    others = [worth_simulating(one.stages, alone) for one in passes]
     found = []
     for number in range(max(map(len, others), default=0)):
         tried = []

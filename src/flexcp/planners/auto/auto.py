@@ -338,7 +338,8 @@ class _Search:
             if first.analysis is None or many or self._is_too_long(first.ns):
                 continue
             best, ways = first, (*first.other_stages, "backward" if backward else "forward")
-            for others in in_other_stages(first.analysis, backward):
+            alone = self.request.cost.attention_alone(self.request.shape)
+            for others in in_other_stages(first.analysis, backward, alone):
                 plan = self._planned(_Placed(first.candidate, first.plan.placement, first.ns, others))
                 ns = step_ns(plan, self.request.training)
                 if ns < best.ns:
