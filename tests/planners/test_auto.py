@@ -181,24 +181,6 @@ def test_a_plan_of_many_transfers_is_not_simulated_in_other_stages(monkeypatch: 
     assert "in other stages" not in auto_plan(asked).placement.note
 
 
-def test_of_several_other_stages_the_fastest_by_events_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_heads = {"shape": Shape(4, 1, 128, 128), "machine": cluster("h100", 16, 1)}
-    asked = attention_only(request(draw_lengths("web", 16 * 8192, 0), **few_heads))
-    ways: list[list[list[analysis.MaskAnalysis]]] = []
-    found = auto_module.in_other_stages
-
-    def recorded(masks: list[analysis.MaskAnalysis], backward: bool, alone: bool) -> list[list[analysis.MaskAnalysis]]:
-        ways.append(found(masks, backward, alone))
-        return ways[-1]
-
-    monkeypatch.setattr(auto_module, "in_other_stages", recorded)
-    plan = auto_plan(asked)
-    known = (plan.placement, asked.shape, asked.cluster, asked.cost, plan.strategy, asked.keep_kv, asked.most_ahead)
-    backward = [step_ns(make_plan(*known, analysis=way), None) for way in ways[1]]
-    assert backward[-1] == min(backward) < backward[0], "the one with the longer predicted time is faster"
-    assert step_ns(plan, None) == min(backward)
-
-
 def test_equal_lengths_stay_static() -> None:
     note = auto(request([4096] * 8)).note
     assert note.startswith("dp: ") and "ms a step simulated" in note

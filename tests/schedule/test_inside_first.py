@@ -113,10 +113,10 @@ def test_other_ways_that_might_be_faster_are_left_for_events(monkeypatch: pytest
     monkeypatch.setattr(analysis, "inputs_first", never)
     found, _ = planned(*placed("half"))
     chosen = found[0].backward.stages
-    assert chosen.inside_first and in_other_stages(found, backward=True, alone=False) == []
+    assert chosen.inside_first and in_other_stages(found, backward=True) is None
     monkeypatch.setattr(stages, "UNSURE_PERMILLE", 2000)
-    (tried,) = in_other_stages(found, backward=True, alone=False)
-    assert tried[0].forward is found[0].forward
+    tried = in_other_stages(found, backward=True)
+    assert tried is not None and tried[0].forward is found[0].forward
     other = tried[0].backward.stages
     assert not other.inside_first and other.contended_ns == min(way.contended_ns for way in chosen.others)
 

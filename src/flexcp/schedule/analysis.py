@@ -161,22 +161,20 @@ def _staged(
     return MaskAnalysis(needs, keys_kept, *passes)
 
 
-def in_other_stages(masks: list[MaskAnalysis], backward: bool, alone: bool) -> list[list[MaskAnalysis]]:
-    """Return analyses of all masks in which the stages of one direction are replaced by others that might be faster.
+def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
+    """Return the analysis of all masks with the stages of one direction replaced, where other stages might be faster.
 
-    Other stages are those that :func:`flexcp.schedule.stages.worth_simulating` finds for a mask, the fastest first;
-    ``alone`` says that layers consist of attention alone. A mask for which it finds fewer than for another keeps its
-    stages in the later analyses.
+    Return None if there is no such mask. Other stages are those that :func:`flexcp.schedule.stages.worth_simulating`
+    finds; masks for which it finds none stay as they are.
     """
     passes = [found.backward if backward else found.forward for found in masks]
-    others = [worth_simulating(one.stages, alone) for one in passes]
+    others = [worth_simulating(one.stages) for one in passes]
+    if not any(others):
+        return None
     found = []
-    for number in range(max(map(len, others), default=0)):
-        tried = []
-        for mask, one, ways in zip(masks, passes, others, strict=True):
-            cut = one._replace(stages=ways[number]) if number < len(ways) else one
-            tried.append(mask._replace(backward=cut) if backward else mask._replace(forward=cut))
-        found.append(tried)
+    for mask, one, other in zip(masks, passes, others, strict=True):
+        cut = one._replace(stages=other) if other else one
+        found.append(mask._replace(backward=cut) if backward else mask._replace(forward=cut))
     return found
 
 

@@ -66,12 +66,6 @@ MANY_PEERS = 8192
 """With more pairs of ranks that exchange messages than this, fewer ways to cut are tried, because each takes time."""
 UNSURE_PERMILLE = 1020
 """A way to cut that was not chosen is worth simulating if its time is at most this, per mille of the chosen one's."""
-UNSURE_INPUTS_PERMILLE = 1250
-"""The same for a way that posts all inputs first, if layers consist of attention alone.
-
-Where most of the time goes to transfers, the event simulator finds such a way about as fast as predicted, and others up
-to 23 % slower than predicted.
-"""
 
 
 class Stages(NamedTuple):
@@ -115,24 +109,14 @@ def faster_way(stages: Stages, another: Stages, up_to_permille: int = 1000) -> S
     return stages._replace(others=(*ways, *stages.others))
 
 
-def worth_simulating(stages: Stages, alone: bool) -> list[Stages]:
-    """Return those of ``stages.others`` that the event simulator might find faster than ``stages``, the fastest first.
+def worth_simulating(stages: Stages) -> Stages | None:
+    """Return the fastest of ``stages.others`` if the event simulator might find it faster than ``stages``, or None.
 
-    That is at most the fastest one. If layers consist of attention ``alone``, transfers may take most of the time, and
-    these are the ways that post all inputs first, and the fastest of the rest. Ways to cut with exactly the predicted
-    time of ``stages`` are left out, because they are most often the same.
+    Ways to cut with exactly the predicted time of ``stages`` are left out, because they are most often the same.
     """
-    others = [way for way in stages.others if way.contended_ns != stages.contended_ns]
-    others.sort(key=lambda way: way.contended_ns)
-    first = [way for way in others if alone and way.inputs_first]
-    rest = [way for way in others if not (alone and way.inputs_first)][:1]
-    close = [
-        way
-        for ways, unsure in ((first, UNSURE_INPUTS_PERMILLE), (rest, UNSURE_PERMILLE))
-        for way in ways
-        if way.contended_ns * 1000 <= stages.contended_ns * unsure
-    ]
-    return sorted(close, key=lambda way: way.contended_ns)
+    others = (way for way in stages.others if way.contended_ns != stages.contended_ns)
+    other = min(others, key=lambda way: way.contended_ns, default=None)
+    return other if other and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE else None
 
 
 class Peers(NamedTuple):

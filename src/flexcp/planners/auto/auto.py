@@ -327,24 +327,25 @@ class _Search:
             self.simulated[self.simulated.index(best)] = self.best
 
     def try_other_stages(self) -> None:
-        """Cut the passes of the fastest plan into stages in other ways, where that is faster in the simulator.
+        """Cut the passes of the fastest plan into stages in the next best way, where that is faster in the simulator.
 
         The forward is tried first, then the backward.
         """
         for backward in (False, True):
-            first = self.best
-            assert first is not None
-            many = any(len(pair[backward].transfers) > MANY_TRANSFERS for pair in first.plan.programs)
-            if first.analysis is None or many or self._is_too_long(first.ns):
+            best = self.best
+            assert best is not None
+            many = any(len(pair[backward].transfers) > MANY_TRANSFERS for pair in best.plan.programs)
+            if best.analysis is None or many or self._is_too_long(best.ns):
                 continue
-            best, ways = first, (*first.other_stages, "backward" if backward else "forward")
-            alone = self.request.cost.attention_alone(self.request.shape)
-            for others in in_other_stages(first.analysis, backward, alone):
-                plan = self._planned(_Placed(first.candidate, first.plan.placement, first.ns, others))
-                ns = step_ns(plan, self.request.training)
-                if ns < best.ns:
-                    best = replace(first, plan=plan, ns=ns, analysis=others, other_stages=ways)
-            self.simulated[self.simulated.index(first)] = self.best = best
+            others = in_other_stages(best.analysis, backward)
+            if others is None:
+                continue
+            plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
+            ns = step_ns(plan, self.request.training)
+            if ns < best.ns:
+                ways = (*best.other_stages, "backward" if backward else "forward")
+                self.best = replace(best, plan=plan, ns=ns, analysis=others, other_stages=ways)
+                self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
         """Return whether layers are too long for the event simulator's clock, if a whole step takes ``ns``."""
