@@ -122,3 +122,6 @@ def test_large_launches_have_longer_runs() -> None:
     rows = SUM_ELEMENTS[1] * PROGRAMS // 8
     table = sum_runs([[Move("add", place(None, "dk", 0, rows, 0, 8), place(0, "dk", 0, rows, 0, 8), 8)]])
     assert table.shape[1] == PROGRAMS and set(table[3].tolist()) == {SUM_ELEMENTS[1]}
+    moves = [Move("add", place(None, "dk", 0, 2 * rows, 0, 8), place(0, "dk", 0, 2 * rows, 0, 8), 8)]
+    table = sum_runs([moves])
+    assert table.shape[1] == 2 * PROGRAMS and set(table[3].tolist()) == {SUM_ELEMENTS[1]}, "but not longer than that"
