@@ -113,7 +113,7 @@ def arguments(draw: st.DrawFn, name: str, machine: Cluster) -> str:
         "pow2": ["", "40"],
         "hdp": ["", "40"],
         "hypergraph": ["8", "16", ""],
-        "groups": ["", "team=1", "slack=2+long=poured", "slack=25+split=all", "slack=0+split=shared"],
+        "groups": ["", "team=1", "slack=2+long=poured", "slack=25+split=all", "slack=0+split=shared", "split=keys"],
     }
     argument = draw(st.sampled_from(texts.get(name, [""])))
     return f"{name}:{argument}" if argument else name

@@ -37,6 +37,9 @@ make up for more tokens.
 - ``split``: with ``all``, a team splits every document, which moves more bytes and gives all its ranks the same work;
   with ``few``, only as many as needed; with ``shared``, only what it shares with other teams, and it deals the other
   documents to its ranks, as if each were a team of one. Then long documents move few bytes and most others none.
+  With ``keys``, it splits the same documents, but divides their keys instead of their heads
+  (:mod:`flexcp.planners.groups.key_regions`). This is faster if few KV heads and slow links make keys that cross nodes,
+  and their gradients, the slowest part.
 
 For ``team``, ``slack`` and ``long``, values that are not given are searched, as far as an estimate of their time does
 not rule them out; the placement with the least predicted time, including copies, is taken
@@ -55,6 +58,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +75,8 @@ from flexcp.shape import Shape
 Ints = NDArray[np.int64]
 SLACKS = (1, 2, 12, 25)
 """The values of ``slack`` that are tried, in per cent above the mean."""
+SLACKS_BY_KEYS = (0, 2, 12)
+"""The same if teams divide keys."""
 USUAL_SLACK = 2
 """The value of ``slack`` if only one is tried."""
 CLEARLY_LONGER = 5
@@ -118,13 +124,14 @@ def all_groupings(request: Request) -> list[Placement]:
     refuse_tolerances(request)
     refuse_over_cap(request)
     tried = _settings(request)
-    priced = price_documents(request, sorted({each.team for each in tried}))
+    by_keys = tried[0].split == "keys"
+    priced = price_documents(request, sorted({each.team for each in tried}), by_keys)
     placements: list[Placement] = []
     for each, pieces in _worth_placing(request, priced, tried):
-        placement = place_pieces(request, priced, pieces)
+        placement = place_pieces(request, priced, pieces, by_keys)
         for _ in range(LEVELLINGS if each.slack == 0 and _levels(request) else 0):
             pieces = level(request, priced, pieces, placement)
-            placement = place_pieces(request, priced, pieces)
+            placement = place_pieces(request, priced, pieces, by_keys)
         placements.append(replace(placement, note=_note(placement, each)))
     return placements
 
@@ -177,10 +184,11 @@ def _settings(request: Request) -> list[Settings]:
     ``split`` is not varied: it is ``few`` unless given.
     """
     given = _given(request)
-    teams = [int(given["team"])] if "team" in given else team_sizes(request)
-    slacks = (int(given["slack"]),) if "slack" in given else _slacks(request)
-    longs = (given["long"],) if "long" in given else WORDS["long"]
     split = given.get("split", Settings.split)
+    sizes = team_sizes_by_keys(request) if split == "keys" else team_sizes(request)
+    teams = [int(given["team"])] if "team" in given else sizes
+    slacks = (int(given["slack"]),) if "slack" in given else _slacks(request, split)
+    longs = (given["long"],) if "long" in given else WORDS["long"]
     # Where all ranks are one team nothing is dealt to units.
     return [
         Settings(*each, split)
@@ -189,12 +197,14 @@ def _settings(request: Request) -> list[Settings]:
     ]
 
 
-def _slacks(request: Request) -> tuple[int, ...]:
+def _slacks(request: Request, split: str) -> tuple[int, ...]:
     """Return the values of ``slack`` worth trying, in per cent above the mean.
 
     The largest is only worth it if exchanges are expensive compared with the work. On several nodes, this is so only if
     layers consist of attention alone. On one node, the smallest is not worth the time of trying it.
     """
+    if split == "keys":
+        return SLACKS_BY_KEYS
     if request.cluster.nodes == 1:
         return SLACKS[1:]
     return SLACKS if request.cost.attention_alone(request.shape) else SLACKS[:-1]
@@ -222,20 +232,24 @@ def _given(request: Request) -> dict[str, str]:
                 f"{name} is a whole number from {least} to 1000, {example}; got 'groups:{request.argument}'"
             )
         found[name] = value
-    if "team" in found and int(found["team"]) not in _possible_teams(request):
+    possible = _possible_teams(request, found.get("split") == "keys")
+    if "team" in found and int(found["team"]) not in possible:
         raise Refused(
             f"teams of {found['team']} do not suit {request.shape.heads} query heads, {request.shape.kv_heads} KV "
-            f"heads and nodes of {request.cluster.ranks_per_node} ranks; sizes that do: {_possible_teams(request)}"
+            f"heads and nodes of {request.cluster.ranks_per_node} ranks; sizes that do: {possible}"
         )
     return found
 
 
-def _possible_teams(request: Request) -> list[int]:
-    """Return the team sizes that divide a node and the heads; only 1 if latents travel, because queries then cannot."""
+def _possible_teams(request: Request, by_keys: bool = False) -> list[int]:
+    """Return the team sizes that divide a node and, unless teams divide keys (``by_keys``), the heads.
+
+    If latents travel, only 1 is possible, because queries then cannot.
+    """
     node, shape = request.cluster.ranks_per_node, request.shape
     if shape.latent is not None:
         return [1]
-    return [u for u in range(1, node + 1) if node % u == 0 and _divides_heads(shape, u)]
+    return [u for u in range(1, node + 1) if node % u == 0 and (by_keys or _divides_heads(shape, u))]
 
 
 def _divides_heads(shape: Shape, team: int) -> bool:
@@ -259,17 +273,31 @@ def team_sizes(request: Request) -> list[int]:
     return sorted({1, own_keys, possible[-1]})
 
 
+def team_sizes_by_keys(request: Request) -> list[int]:
+    """Return the sizes of teams worth trying if teams divide keys: the smallest and the largest with several parts.
+
+    The more ranks divide the keys of the same rows, the fewer keys cross nodes, and the more queries travel inside.
+    """
+    keys = request.shape.kv_heads
+    several = [team for team in _possible_teams(request, by_keys=True) if gcd(team, keys) < team]
+    return sorted({several[0], several[-1]}) if several else [1]
+
+
 def searched_settings(request: Request) -> list[str]:
     """Return the arguments of ``groups`` that ``auto`` tries: a ``team=`` for each of :func:`team_sizes`.
 
-    Other settings are left open. On several nodes, one more is added that cuts documents of a node by rows and without
-    slack, so that most documents stay whole and copy nothing. If layers consist of attention alone, documents that
-    nodes share are still split by heads; otherwise it is added only if no document needs more than ``FEW_RANKS`` ranks.
+    Other settings are left open. If there are too few KV heads for a team as large as a node and several nodes of
+    several ranks, teams that divide keys are added, for each of :func:`team_sizes_by_keys`. If there are enough, one
+    more is added on several nodes that cuts documents of a node by rows and without slack, so that most documents stay
+    whole and copy nothing. If layers consist of attention alone, documents that nodes share are still split by heads;
+    otherwise it is added only if no document needs more than ``FEW_RANKS`` ranks.
     """
     likely, cluster = team_sizes(request), request.cluster
     found = [f"team={team}" for team in likely]
-    if cluster.nodes == 1 or 1 in likely:
+    if cluster.nodes == 1:
         return found
+    if 1 in likely:
+        return found + [f"team={team}+split=keys" for team in team_sizes_by_keys(request) if team > 1]
     if request.cost.attention_alone(request.shape):
         return [*found, f"team={cluster.ranks_per_node}+slack=0+split=shared"]
     load = price_documents(request, []).load

@@ -6,6 +6,7 @@ Costs are integers in *pairs* (:mod:`flexcp.cost`), over all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,8 @@ class PricedDocuments:
     token in the rest of the layers, and ``token`` adds what clearing and rounding its results costs. ``row`` is the
     cost of a row besides its pairs (``token`` and its share of a row tile). ``cut`` is what a token of a cut document
     costs more than one of a whole document, because rows are passed once more for keys that arrive, and ``exchange[u]``
-    the cost of a token whose heads are split over ``u`` ranks, for each of these ranks. All but ``row`` are shifted
-    down by ``shift`` bits (``LARGEST_LOAD``).
+    the cost of a token that ``u`` ranks split, by heads or by keys, for each of these ranks. All but ``row`` are
+    shifted down by ``shift`` bits (``LARGEST_LOAD``).
     """
 
     attention: Ints
@@ -46,8 +47,11 @@ class PricedDocuments:
     shift: int
 
 
-def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
-    """Return the costs of a batch's documents, with ``exchange`` for teams of the given sizes."""
+def price_documents(request: Request, teams: list[int], by_keys: bool = False) -> PricedDocuments:
+    """Return the costs of a batch's documents, with ``exchange`` for teams of the given sizes.
+
+    With ``by_keys``, the ranks of a team divide keys instead of heads.
+    """
     batch, cost = request.batch, request.cost
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
@@ -65,7 +69,7 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
         token >> shift,
         token + row_tile,
         row_tile >> shift,
-        {u: layers * _exchange(request, u) >> shift for u in teams},
+        {u: layers * _exchange(request, u, by_keys) >> shift for u in teams},
         shift,
     )
 
@@ -93,17 +97,21 @@ def million_pairs_ns(request: Request) -> tuple[int, int]:
     return forward, backward
 
 
-def _exchange(request: Request, team: int) -> int:
+def _exchange(request: Request, team: int, by_keys: bool) -> int:
     """Return the cost of a split token for each rank of a team of ``team`` ranks, in pairs of one layer.
 
     It is the time in which the rank receives its heads of a token from another rank, forward and backward, and returns
-    results, with the copies before and after these transfers.
+    results, with the copies before and after these transfers. With ``by_keys``, it receives no keys, returns partial
+    results, and has the query heads of its group (:mod:`flexcp.planners.groups.key_regions`).
     """
     cost, shape, cluster = request.cost, request.shape, request.cluster
     wire, precise = shape.bytes_per_token_head().T
-    queries, keys = -(-shape.heads // team), -(-shape.kv_heads // team)
+    groups = gcd(team, shape.kv_heads) if by_keys else team
+    queries, keys = -(-shape.heads // groups), 0 if by_keys else -(-shape.kv_heads // team)
     inputs = queries * int(2 * wire[Kind.Q] + wire[Kind.DO]) + 2 * keys * int(wire[Kind.KV])
-    results, summed = (queries * int(e[Kind.O] + e[Kind.DQ]) + keys * int(e[Kind.DKV]) for e in (wire, precise))
+    results, summed = (
+        queries * int(e[Kind.O] + e[Kind.DQ]) + keys * int(e[Kind.DKV]) for e in (precise if by_keys else wire, precise)
+    )
     # Inputs are read and written at both ends. Results are cleared and packed at the sender, and laid at the receiver.
     copied = 4 * inputs + 3 * results + 2 * summed
     # Bytes of a million tokens, without those that the rank itself keeps.

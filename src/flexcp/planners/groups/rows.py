@@ -23,7 +23,8 @@ from flexcp.arrays.intervals import overlaps, spread
 from flexcp.arrays.tables import Table
 from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
-from flexcp.plan.placement import Placement
+from flexcp.plan.placement import Placement, Regions, Runs
+from flexcp.planners.groups.key_regions import SharedRows, key_regions
 from flexcp.planners.groups.priced_documents import PricedDocuments
 from flexcp.planners.request import Request
 from flexcp.planners.token_runs import equalised, head_regions, row_regions, runs_of_ranges
@@ -57,8 +58,12 @@ class Ranges(Table):
     stop: Ints
 
 
-def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> Placement:
-    """Return the placement of pieces that contain every document exactly once."""
+def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces, by_keys: bool = False) -> Placement:
+    """Return the placement of pieces that contain every document exactly once.
+
+    With ``by_keys``, the ranks of a team divide the keys of their rows, as in
+    :mod:`flexcp.planners.groups.key_regions`; otherwise they divide the heads.
+    """
     batch, ranks = request.batch, request.ranks
     ranges = _rows(batch, priced, pieces)
     kept = _kept(request, priced, pieces, ranges)
@@ -68,12 +73,31 @@ def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> P
         runs, pads = equalised(runs, ranks, batch.tokens, request.pad_to)
     if int(pieces.size.max()) == 1:
         regions = row_regions(batch, heads, *kept)
+    elif by_keys:
+        return Placement(batch, ranks, pads, runs, _regions_by_keys(request, pieces, ranges, runs))
     else:
         index, member = spread(pieces.size[ranges.piece])
         size, first = pieces.size[ranges.piece[index]], pieces.first[ranges.piece[index]]
         h0, h1 = member * heads // size, (member + 1) * heads // size
         regions = head_regions(batch, first + member, ranges.start[index], ranges.stop[index], h0, h1)
     return Placement(batch, ranks, pads, runs, (regions,) * len(batch.masks))
+
+
+def _regions_by_keys(request: Request, pieces: Pieces, ranges: Ranges, runs: Runs) -> tuple[Regions, ...]:
+    """Return the regions of each mask if teams divide keys; pieces of a single rank have all keys of their rows."""
+    batch, shape = request.batch, request.shape
+    alone = pieces.size[ranges.piece] == 1
+    single = ranges.take(alone)
+    rows = row_regions(batch, shape.heads, pieces.first[single.piece], single.start, single.stop)
+    teams = ranges.take(~alone).sorted_by("piece", "start")
+    piece, of = np.unique(teams.piece, return_inverse=True)
+    shared = SharedRows(of, teams.start, teams.stop, pieces.document[piece], pieces.first[piece])
+    members = pieces.first[piece][:, None] + np.arange(int(pieces.size.max()))
+    speeds = np.array(request.cluster.rank_speeds, np.int64)[members]
+    return tuple(
+        Regions.join([rows, key_regions(batch, mask, shared, runs, speeds, shape)]).sorted_by("rank", "document", "q0")
+        for mask in batch.masks
+    )
 
 
 # --- which rows -------------------------------------------------------------------------------------------------------

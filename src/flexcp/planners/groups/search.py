@@ -31,8 +31,11 @@ LIGHTER = 2
 """The number of weights below ``WHOLE`` that are tried."""
 LEVEL = 400
 """Without slack, a unit may be one part in this many above the mean."""
-SPLITS = ("few", "all", "shared")
-"""The values of ``split``, in the order of :mod:`flexcp.planners.groups.compiled_search`."""
+SPLITS = ("few", "all", "shared", "keys")
+"""The values of ``split``: the order of :mod:`flexcp.planners.groups.compiled_search`, then ``keys``.
+
+With ``keys``, teams split the same documents as with ``shared``.
+"""
 MANY_DOCUMENTS = 50_000
 """With more documents than this, only one weight is tried."""
 TOKENS_FORWARD = 333
@@ -67,7 +70,8 @@ def find_pieces(request: Request, priced: PricedDocuments, team: int, slack: int
     node, room = request.cluster.ranks_per_node, request.token_cap or 0
     costs = (priced.token, priced.exchange.get(team, 0), 0 if slack or coupled(request) else priced.cut)
     parts = max(1, 100 // slack) if slack else LEVEL
-    settings = np.array([node, team, parts, poured, SPLITS.index(split), room, *costs], np.int64)
+    which = SPLITS.index("shared" if split == "keys" else split)
+    settings = np.array([node, team, parts, poured, which, room, *costs], np.int64)
     forward = forward_share(request)
     found: list[tuple[int, int, Ints, Ints]] = []
     pours = False
