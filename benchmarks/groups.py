@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 import flexcp
+import groups_by_keys
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel
@@ -152,6 +153,7 @@ def main() -> None:
             "",
             *comparison(),
             "",
+            *groups_by_keys.section(),
             "## Planning 512 documents on 64 ranks",
             "",
             "Measured, CPU milliseconds of one process, the median of ten. DHP published 86 ms for its solver and 0.9 "

@@ -92,6 +92,9 @@ def golden_plans() -> dict[str, Plan]:
             parse_lengths("web:65536:5"), flexcp.window(3000, 0), tokens="equal", pad_to=32
         ),
         "groups:team=1, relays": planner(cluster=two_nodes, kv_heads=8, strategy="groups:team=1")([65_536]),
+        "groups:team=4+split=keys": planner(cluster=two_nodes, kv_heads=2, strategy="groups:team=4+split=keys")(
+            [60_000, *parse_lengths("web:65536:6")], masks=window_and_full
+        ),
         **{
             f"micro-batch {number}": plan
             for number, (_, plan) in enumerate(
