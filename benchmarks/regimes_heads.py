@@ -27,8 +27,6 @@ TOKENS = (8192, 32_768)
 LARGE, FOUR = find_model("llama3-70b").shape, Shape(32, 4, 128, 128)
 LATENT = Shape(16, 1, 192, 128, latent=576)
 """A rank of DeepSeek-V3, which has 128 heads, under tensor parallelism of 8."""
-SPLIT_HEADS = ("ulysses", "usp")
-"""The static methods that split heads."""
 
 
 def _divided(nodes: int, shape: Shape, tp: int) -> Cluster:
@@ -70,9 +68,7 @@ SETTINGS = (
 def gains(shape: Shape, where: Cluster, lengths: str, tokens: int) -> tuple[float, float]:
     """Return (gain of ``auto`` over the best static method of the batch, the most that it could be)."""
     experiment, batch = Experiment(where, shape), draw_lengths(lengths, tokens * where.ranks, 0)
-    # Latent attention keeps queries at home, so methods that split heads cannot run.
-    rivals = [name for name in STATIC if shape.latent is None or name not in SPLIT_HEADS]
-    found = experiment.compare(batch, ["auto", *rivals])
+    found = experiment.compare(batch, ["auto", *STATIC])
     asked = attention_only(experiment.request(batch))
     known = (asked.shape, asked.cluster, asked.cost)
     floor = sum(pass_bounds(asked.batch, 0, *known, way).floor for way in (False, True))

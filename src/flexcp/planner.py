@@ -23,7 +23,7 @@ from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.planners.strategies import find_strategy
-from flexcp.planners.token_runs import user_layout
+from flexcp.planners.token_runs import check_queries_stay, user_layout
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
@@ -222,7 +222,9 @@ class Planner:
         if self.strategy == "auto":  # it returns a plan, not a placement, because it has scheduled what it simulated
             plan = auto_plan(request)
         else:
-            plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
+            placement = self.place(request)
+            check_queries_stay(request, placement)
+            plan = make_plan(placement, *known, self.strategy, self.keep_kv, request.most_ahead)
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
         return plan if maps is None else replace(plan, layout_given=True)

@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
+from flexcp.batch import make_batch
 from flexcp.compare.latent_forms import LatentForms
+from flexcp.cost import CostModel
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
+from flexcp.planners.request import Request
 from flexcp.shape import Kind, Shape
 
 LENGTHS = [33, 1, 50, 2, 8, 21]
@@ -208,8 +211,13 @@ def test_a_call_is_checked_as_any_attention() -> None:
 
 
 def test_plans_that_move_queries_are_refused() -> None:
-    plan = flexcp.Planner(4, 1, 10, 5, "float64", flexcp.cluster("cpu", 1, 2), strategy="ulysses", latent=14)([40])
+    """The planner makes none, but a plan may come from a file."""
     from flexcp.executor.latent_program import make_latent_program
+    from flexcp.planners.static.static import ulysses
+    from flexcp.schedule.transfers import make_plan
 
+    known = Shape(4, 1, 10, 5, "float64", latent=14), flexcp.cluster("cpu", 1, 2), CostModel()
+    placement = ulysses(Request(make_batch([40], flexcp.causal()), *known))
+    plan = make_plan(placement, *known, "ulysses")
     with pytest.raises(NotImplementedError, match=r"'ulysses' moves queries.*'blocks'"):
         make_latent_program(plan, 0, 0)

@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flexcp
 from flexcp.batch import make_batch
 from flexcp.clusters import cluster
+from flexcp.compare.compare import compare
 from flexcp.cost import CostModel
-from flexcp.masks import causal, full
+from flexcp.masks import causal, from_slices, full
 from flexcp.plan.placement import Runs
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static import static
+from flexcp.planners.static.bounds import static_methods
 from flexcp.planners.token_runs import (
     SCATTERED_RUN,
     check_cap,
+    check_queries_stay,
     check_tolerances,
     equalised,
     even_borders,
@@ -154,3 +158,49 @@ def test_rows_of_the_same_rank_and_heads_are_joined_inside_documents() -> None:
 
 def test_even_borders_differ_by_one() -> None:
     assert even_borders(11, 4).tolist() == [0, 3, 6, 9, 11] and even_borders(2, 3).tolist() == [0, 1, 2, 2]
+
+
+LATENT = Shape(4, 1, 32, 32, latent=48)
+
+
+def test_latents_are_refused_where_heads_are_split_or_queries_move() -> None:
+    asked = replace(request_of([4000, 30]), shape=LATENT)
+    for plan_for in (static.ring, static.zigzag, static.allgather, static.dp):
+        check_queries_stay(asked, plan_for(asked))
+    split = static.ulysses(asked)
+    with pytest.raises(Refused, match=r"splits heads in this batch, but latent attention .* use auto, blocks"):
+        check_queries_stay(asked, split)
+    check_queries_stay(replace(asked, shape=SHAPE), split)
+    at_home = static.ring(asked)
+    other_rank = replace(at_home.regions[0], rank=1 - at_home.regions[0].rank)
+    with pytest.raises(Refused, match="moves queries in this batch"):
+        check_queries_stay(asked, replace(at_home, regions=(other_rank,)))
+
+
+def test_a_query_without_keys_does_not_move() -> None:
+    """Rows before the 20th see nothing, so it does not matter which rank is to compute them."""
+    mask = from_slices(40, [(20, 40, 0, 20, None, None)])
+    asked = replace(request_of([40]), shape=LATENT, batch=make_batch([40], mask))
+    at_home = static.ring(asked)
+    regions = at_home.regions[0]
+    assert regions.q1.tolist() == [20, 40]
+    check_queries_stay(asked, replace(at_home, regions=(replace(regions, rank=np.array([1, 1])),)))
+    with pytest.raises(Refused, match="moves queries"):
+        check_queries_stay(asked, replace(at_home, regions=(replace(regions, rank=np.array([0, 0])),)))
+
+
+@pytest.mark.parametrize("strategy, ranks", [("ulysses", (1, 4)), ("usp:2,2", (2, 2)), ("dcp:4096", (4, 8))])
+def test_a_plan_that_latent_attention_cannot_run_is_refused_when_it_is_planned(
+    strategy: str, ranks: tuple[int, int]
+) -> None:
+    planner = flexcp.Planner(16, 1, 32, latent=48, strategy=strategy, cluster=cluster("a100", *ranks))
+    with pytest.raises(ValueError, match="latent attention computes all heads of a query where it is kept"):
+        planner([60_000])
+
+
+def test_comparisons_and_auto_leave_out_what_latent_attention_cannot_run() -> None:
+    asked = replace(request_of([9000, 400, 300]), shape=LATENT)
+    assert {method.strategy for method in static_methods(asked)} == {"dp", "ring", "zigzag", "allgather"}
+    found = compare(asked, ["ulysses", "zigzag", "auto"])
+    assert [row.refused is None for row in found.rows] == [False, True, True]
+    assert found.best_static is not None and found.best_static.name == "zigzag"

@@ -34,6 +34,7 @@ from flexcp.planners.static.bounds import static_methods
 from flexcp.planners.static.dealing import BY_LOAD, deals_by_load, method_of
 from flexcp.planners.static.static import STATIC as STATIC
 from flexcp.planners.strategies import SLOW, STRATEGIES, find_strategy
+from flexcp.planners.token_runs import check_queries_stay
 from flexcp.schedule.predict import Prediction, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.passes import Rules
@@ -338,7 +339,9 @@ def _is_searched(name: str) -> bool:
 
 def _place(request: Request, name: str) -> Placement:
     place, argument = find_strategy(name)
-    return place(replace(request, argument=argument))
+    placement = place(replace(request, argument=argument))
+    check_queries_stay(request, placement)
+    return placement
 
 
 def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> Iterator[tuple[int, str, Placement]]:

@@ -53,7 +53,7 @@ from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
 from flexcp.planners.static.dealing import method_of
-from flexcp.planners.token_runs import check_tolerances
+from flexcp.planners.token_runs import check_queries_stay, check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
 from flexcp.schedule.transfers import make_plan
@@ -257,6 +257,7 @@ class _Search:
         known = (request.shape, request.cluster, request.cost)
         try:
             check_tolerances(request, placement)
+            check_queries_stay(request, placement)
             needed = placement.traffic.kind == "needed"
             analysis = analyse(placement, *known, request.keep_kv, request.most_ahead) if needed else None
             placed = _Placed(candidate, placement, candidate.least_ns, analysis)
