@@ -17,6 +17,8 @@ from flexcp.compare.compare import compare
 from flexcp.cost import CostModel
 from flexcp.masks import causal, from_slices, full
 from flexcp.plan.placement import Runs
+from flexcp.planners.auto.auto import _Search
+from flexcp.planners.auto.candidates import Candidate
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static import static
 from flexcp.planners.static.bounds import static_methods
@@ -204,3 +206,11 @@ def test_comparisons_and_auto_leave_out_what_latent_attention_cannot_run() -> No
     found = compare(asked, ["ulysses", "zigzag", "auto"])
     assert [row.refused is None for row in found.rows] == [False, True, True]
     assert found.best_static is not None and found.best_static.name == "zigzag"
+
+
+def test_auto_drops_placements_that_latent_attention_cannot_run() -> None:
+    asked = replace(request_of([9000, 400]), shape=LATENT)
+    for place, dropped in ((static.ring, False), (static.ulysses, True)):
+        search = _Search(asked, 2)
+        found = search._priced(Candidate(place.__name__, place, asked, 0), place(asked))
+        assert (found is None) == dropped == any("splits heads" in refusal for refusal in search.refusals)

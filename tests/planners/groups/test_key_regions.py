@@ -21,13 +21,15 @@ from flexcp.masks import area, causal, causal_blockwise, full, lambda_, prefix, 
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.placement import Placement, Regions
 from flexcp.plan.plan import Plan
-from flexcp.planners.auto.auto import auto_plan, step_ns
+from flexcp.planners.auto.auto import DEFAULT_EFFORT, auto_plan, step_ns
+from flexcp.planners.auto.candidates import find_candidates
 from flexcp.planners.groups.groups import all_groupings, groups, searched_settings, team_sizes_by_keys
-from flexcp.planners.groups.priced_documents import price_documents
+from flexcp.planners.groups.priced_documents import million_pairs_ns, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
+from flexcp.simulator.copies import copy_mbps
 
 ALONE = CostModel(row_tile_pairs=0, model=Model("none", 1, 1, 1))
 """A cost model in which tokens cost next to nothing and rows no tiles, so that work is (query, key) pairs."""
@@ -119,6 +121,26 @@ def test_a_rank_computes_with_its_own_keys_only_as_far_as_they_are_its_share() -
     make_plan(placement, ONE, where, ALONE, "groups").check()
 
 
+@pytest.mark.parametrize("slow", range(40, 60))
+def test_parts_do_not_overlap_beside_one_that_has_more_than_its_share(slow: int) -> None:
+    """A part cannot have a fraction of a key, so a slow rank keeps a little more than its share."""
+    where = replace(cluster("a100", 2, 3), speeds=(1000, slow, 1000) * 2)
+    placement = split(asked([600], where, mask=full()), [(0, 3, 0, 0, 300), (3, 3, 0, 300, 600)])
+    assert np.bincount(placement.regions[0].rank, pairs(placement)).sum() == 600 * 600
+    make_plan(placement, ONE, where, ALONE, "groups").check()
+
+
+def test_a_token_that_a_team_divides_by_keys_costs_all_its_queries_and_partial_results() -> None:
+    request = asked([9000, 20], cluster("a100", 2, 2))
+    request = replace(request, cost=CostModel())
+    queries, results = 8 * (2 * 256 + 264), 8 * (516 + 512)  # bytes of a token, of which half come from the other rank
+    travelling, copied = (queries + results) // 2, (4 * queries + 5 * results) // 2
+    link = int(request.cost.link_ns(np.array([travelling * 1_000_000]), request.cluster.intra_mbps)[0])
+    ns = link + copied * 1_000_000 * 1000 // copy_mbps(request.cluster)
+    found = price_documents(request, [2], by_keys=True).exchange[2]
+    assert found == pytest.approx(ns / sum(million_pairs_ns(request)), abs=1)
+
+
 @pytest.mark.parametrize("team", [2, 4])
 def test_a_key_crosses_to_a_team_once(team: int) -> None:
     where = cluster("a100", 4, team)
@@ -194,6 +216,13 @@ def test_auto_searches_teams_that_divide_keys_on_several_nodes_with_few_kv_heads
     ]:
         found = searched_settings(asked([9000, 20], cluster("a100", nodes, ranks), shape))
         assert [argument for argument in found if "keys" in argument] == expected
+
+
+def test_auto_expects_teams_that_divide_keys_to_be_farther_from_perfect() -> None:
+    """So they are not even placed where something else is nearly perfect."""
+    found = find_candidates(asked([65_536], cluster("a100", 2, 2), argument=""), DEFAULT_EFFORT)
+    least = {one.name: one.least_ns for one in found}
+    assert least["groups:team=2+split=keys"] > 1.07 * least["groups:team=1"]
 
 
 def test_auto_takes_teams_that_divide_keys_where_keys_that_cross_nodes_are_slowest() -> None:
