@@ -1,4 +1,4 @@
-"""Key regions: the ranks of a team compute the same rows, each of them for other keys.
+"""Key regions: the ranks of a team compute the same rows, each with different keys.
 
 If several nodes share a document, the rows of every node read nearly all of its keys. With fewer KV heads than ranks,
 splitting by heads does not help any further: several ranks of a node would need the same keys, and would send gradients
