@@ -16,13 +16,10 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import STATIC
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.topology import topology
-from flexcp.planners.groups.groups import searched_settings
+from flexcp.planners.groups.groups import searched_by_keys, searched_settings
 from flexcp.shape import Shape
+from regimes_heads import FOUR, LENGTHS, TOKENS
 from simulated import Experiment, table
-
-LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
-TOKENS = (8192, 32_768)
-KEYS = "split=keys"
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ SETTINGS = (
     Setting("16 / 2 heads, 4 nodes of 4 A100", cluster("a100", 4, 4), Shape(16, 2, 128, 128)),
     Setting(
         "8 / 1 heads, 16 nodes of 2 H100 (4 KV heads under tp 4)",
-        topology(cluster("h100", 16, 8), Shape(32, 4, 128, 128), tp=4).cluster,
+        topology(cluster("h100", 16, 8), FOUR, tp=4).cluster,
         Shape(8, 1, 128, 128),
     ),
     Setting("8 / 1 heads, 4 nodes of 8 H100", cluster("h100", 4, 8), Shape(8, 1, 128, 128)),
@@ -53,12 +50,11 @@ def gain(setting: Setting, tokens: int, lengths: str, seed: int = 0) -> float:
     experiment = Experiment(setting.where, setting.shape)
     batch = draw_lengths(lengths, tokens * setting.where.ranks, seed)
     asked = experiment.request(batch)
-    of_groups = [f"groups:{argument}" for argument in searched_settings(asked)]
-    by_keys = [name for name in of_groups if KEYS in name]
-    others = [name for name in of_groups if KEYS not in name] + ["blocks", *STATIC]
-    found = {row.name: row.ns for row in experiment.compare(batch, [*by_keys, *others]).rows if row.simulation}
-    best = min(ns for name, ns in found.items() if name in by_keys)
-    return min(ns for name, ns in found.items() if name not in by_keys) / best
+    by_keys, rest = ([f"groups:{one}" for one in found(asked)] for found in (searched_by_keys, searched_settings))
+    rows = experiment.compare(batch, [*by_keys, *rest, "blocks", *STATIC]).rows
+    times = {row.name: row.ns for row in rows if row.simulation}
+    best = min(times.pop(name) for name in by_keys)
+    return min(times.values()) / best
 
 
 def section() -> list[str]:

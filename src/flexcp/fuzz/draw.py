@@ -161,7 +161,10 @@ def _argument(rng: random.Random, strategy: str, ranks: int) -> str:
         "pow2": ("", ":40"),
         "hdp": ("", ":40"),
         "hypergraph": (":16", ""),
-        "groups": ("", "", ":team=1", ":slack=2+long=poured", ":slack=0+split=shared", ":split=keys"),
+        "groups": (
+            *("", "", ":team=1", ":slack=2+long=poured"),
+            *(":slack=25+split=all", ":slack=0+split=shared", ":split=keys"),
+        ),
     }
     return rng.choice(texts.get(strategy, ("",)))
 

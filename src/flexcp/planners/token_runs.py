@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import offsets, overlaps, united
 from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
-from flexcp.masks import Q0, Q1
 from flexcp.plan.placement import Placement, Regions, Runs
 from flexcp.plan.user_layouts import user_layout as user_layout
 from flexcp.planners.request import Refused, Request
-from flexcp.schedule.work import cut_regions, homes_of
+from flexcp.schedule.needs import needed_pieces
+from flexcp.schedule.work import count_pairs, cut_regions
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32
@@ -147,20 +147,15 @@ def check_queries_stay(request: Request, placement: Placement) -> None:
     """Raise Refused if latents travel instead of keys and the placement moves queries or splits heads."""
     if request.shape.latent is None:
         return
-    homes, span = homes_of(placement), placement.stream
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
         cuts = cut_regions(placement, mask, regions)
-        rank = regions.rank[cuts.region] * span + cuts.begin  # one axis for all ranks
-        first, last = rank + cuts.slices[:, Q0], rank + cuts.slices[:, Q1]
-        start, stop = homes.keeper * span + homes.start, homes.keeper * span + homes.stop
-        row, run = overlaps(first, last, start, stop)
-        at_home = np.minimum(last[row], stop[run]) - np.maximum(first[row], start[run])
-        split = bool(np.any(regions.h1 - regions.h0 < request.shape.heads))
-        if split or int(at_home.sum()) < int((last - first).sum()):
+        pairs = count_pairs(placement, regions, cuts)
+        queries, _ = needed_pieces(placement, request.shape, regions, cuts, pairs)
+        if np.any(queries.owner != queries.rank):
             raise Refused(
-                f"this strategy {'splits heads' if split else 'moves queries'} in this batch, but latent attention "
-                "computes all heads of a query where it is kept; use auto, blocks, groups, or a static method that "
-                "moves only keys (dp, ring, zigzag, allgather)"
+                "this strategy moves queries or splits heads in this batch, but latent attention computes all heads of "
+                "a query where it is kept; use auto, blocks, groups, or a static method that moves only keys (dp, "
+                "ring, zigzag, allgather)"
             )
 
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +17,11 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.masks import area, causal, causal_blockwise, full, lambda_, prefix, shared_question, window
 from flexcp.measure.ranks import RankPool
+from flexcp.measure.verify import Options, verify_on
 from flexcp.plan.placement import Placement, Regions
-from flexcp.plan.plan import Plan
 from flexcp.planners.auto.auto import DEFAULT_EFFORT, auto_plan, step_ns
 from flexcp.planners.auto.candidates import find_candidates
-from flexcp.planners.groups.groups import all_groupings, groups, searched_settings, team_sizes_by_keys
+from flexcp.planners.groups.groups import all_groupings, groups, searched_by_keys, team_sizes_by_keys
 from flexcp.planners.groups.priced_documents import million_pairs_ns, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.request import Refused, Request
@@ -214,8 +212,7 @@ def test_auto_searches_teams_that_divide_keys_on_several_nodes_with_few_kv_heads
         (4, 1, ONE, []),
         (2, 2, TWO, []),
     ]:
-        found = searched_settings(asked([9000, 20], cluster("a100", nodes, ranks), shape))
-        assert [argument for argument in found if "keys" in argument] == expected
+        assert searched_by_keys(asked([9000, 20], cluster("a100", nodes, ranks), shape)) == expected
 
 
 def test_auto_expects_teams_that_divide_keys_to_be_farther_from_perfect() -> None:
@@ -234,45 +231,14 @@ def test_auto_takes_teams_that_divide_keys_where_keys_that_cross_nodes_are_slowe
     assert step_ns(plan) < 0.9 * step_ns(rows)
 
 
-LENGTHS = [900, 40, 64]
-
-
-def planned(strategy: str, nodes: int, ranks: int, shape: Shape) -> Plan:
-    planner = flexcp.Planner(
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        dtype="float64",
-        cluster=cluster("a100", nodes, ranks),
-        cost=ALONE,
-        strategy=strategy,
-    )
-    return planner(LENGTHS, flexcp.causal())
-
-
-def on_ranks(group: dist.ProcessGroup | None, plan: Plan) -> tuple[list[np.ndarray], list[int]]:
-    """Return output, dq, dk and dv of all tokens, and the bytes that this rank sent to each rank in attention."""
-    step = flexcp.bind(plan, group)
-    heads, keys, size = plan.shape.heads, plan.shape.kv_heads, plan.shape.head_dim
-    draw = torch.Generator().manual_seed(0)
-    stream = [torch.randn(sum(LENGTHS), h, size, dtype=torch.float64, generator=draw) for h in (heads, keys, keys)]
-    gradient = torch.randn(sum(LENGTHS), heads, size, dtype=torch.float64, generator=draw)
-    leaves = [step.shard(x).requires_grad_() for x in stream]
-    out = flexcp.attention(*leaves, step)
-    assert isinstance(out, torch.Tensor)
-    (out * step.shard(gradient)).sum().backward()
-    sent = [sum(both) for both in zip(*step.sent_bytes.values(), strict=True)]
-    return [step.gather(x).numpy() for x in (out.detach(), *(x.grad for x in leaves))], sent
-
-
 @pytest.mark.parametrize("nodes, ranks, heads", [(2, 2, (2, 1)), (2, 3, (3, 1)), (2, 4, (4, 2))])
-def test_real_ranks_compute_what_one_rank_does(pool: RankPool, nodes: int, ranks: int, heads: tuple[int, int]) -> None:
-    shape = Shape(*heads, 8, 8)
-    plan = planned(f"groups:team={ranks}+split=keys", nodes, ranks, shape)
+def test_real_ranks_compute_what_dense_attention_does(
+    pool: RankPool, nodes: int, ranks: int, heads: tuple[int, int]
+) -> None:
+    where, strategy = cluster("a100", nodes, ranks), f"groups:team={ranks}+split=keys"
+    planner = flexcp.Planner(*heads, 8, dtype="float64", cluster=where, cost=ALONE, strategy=strategy)
+    plan = planner([900, 40, 64], flexcp.causal())
     regions = plan.placement.regions[0]
     assert (regions.k1 - regions.k0 < 900).any() and len(set(regions.rank[regions.document == 0].tolist())) > ranks
-    exact, _ = on_ranks(None, planned("dp", 1, 1, shape))
-    for rank, (found, sent) in enumerate(pool.run(on_ranks, plan, ranks=plan.ranks)):
-        for name, mine, whole in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
-            np.testing.assert_allclose(mine, whole, atol=1e-11, rtol=1e-11, err_msg=name)
-        assert sent == (plan.bytes(False) + plan.bytes(True))[rank].tolist()
+    verdict = pool.run(verify_on, plan, Options(softcap=3.0, sinks=True, lse_gradient=True), ranks=plan.ranks)[0]
+    assert verdict.passed and verdict.bytes_match, str(verdict)

@@ -22,7 +22,7 @@ import numpy as np
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.blocks.blocks import searched_settings as settings_of_blocks
-from flexcp.planners.groups.groups import all_groupings, searched_settings
+from flexcp.planners.groups.groups import all_groupings, searched_by_keys, searched_settings
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
@@ -130,26 +130,26 @@ class _CloseBounds:
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
     """Yield the dynamic planners as candidates, as far as ``effort`` and the layout allow."""
     free = request.layout is None
-    rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
+    rows: list[tuple[str, Place | PlaceMany, str, int]] = [("blocks", blocks, "", NEARLY_PERFECT)]
     variants: dict[str, str] = {}
     if free and effort > LEAST_EFFORT:
         # All settings are candidates, because the event simulator compares them better than the closed form.
-        rows += [("groups", all_groupings, argument) for argument in searched_settings(request)]
+        rows += [("groups", all_groupings, argument, NEARLY_PERFECT) for argument in searched_settings(request)]
+        rows += [("groups", all_groupings, argument, NEARLY_PERFECT_BY_KEYS) for argument in searched_by_keys(request)]
         variants = settings_of_blocks(request)
-        rows += [("blocks", blocks, argument) for argument in variants]
+        rows += [("blocks", blocks, argument, NEARLY_PERFECT) for argument in variants]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 
-        rows.append(("hypergraph", hypergraph, ""))
+        rows.append(("hypergraph", hypergraph, "", NEARLY_PERFECT))
     perfect = _perfect_ns(request)
-    for name, place, argument in rows:
+    for name, place, argument, nearly in rows:
         asked = replace(request, argument=argument)
         if name not in TOLERANT:
             asked = replace(asked, compute_tolerance=None, token_tolerance=None)
         full_name = _full_name(name, argument)
         other = _full_name("blocks", variants[argument]) if argument in variants else ""
-        more = NEARLY_PERFECT_BY_KEYS if "split=keys" in argument else NEARLY_PERFECT
-        yield Candidate(full_name, place, asked, perfect + perfect // more, variant_of=other)
+        yield Candidate(full_name, place, asked, perfect + perfect // nearly, variant_of=other)
 
 
 def _full_name(name: str, argument: str) -> str:

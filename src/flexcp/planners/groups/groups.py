@@ -286,23 +286,29 @@ def team_sizes_by_keys(request: Request) -> list[int]:
 def searched_settings(request: Request) -> list[str]:
     """Return the arguments of ``groups`` that ``auto`` tries: a ``team=`` for each of :func:`team_sizes`.
 
-    Other settings are left open. If there are too few KV heads for a team as large as a node and several nodes of
-    several ranks, teams that divide keys are added, for each of :func:`team_sizes_by_keys`. If there are enough, one
-    more is added on several nodes that cuts documents of a node by rows and without slack, so that most documents stay
-    whole and copy nothing. If layers consist of attention alone, documents that nodes share are still split by heads;
-    otherwise it is added only if no document needs more than ``FEW_RANKS`` ranks.
+    Other settings are left open. On several nodes, one more is added that cuts documents of a node by rows and without
+    slack, so that most documents stay whole and copy nothing. If layers consist of attention alone, documents that
+    nodes share are still split by heads; otherwise it is added only if no document needs more than ``FEW_RANKS`` ranks.
     """
     likely, cluster = team_sizes(request), request.cluster
     found = [f"team={team}" for team in likely]
-    if cluster.nodes == 1:
+    if cluster.nodes == 1 or 1 in likely:
         return found
-    if 1 in likely:
-        return found + [f"team={team}+split=keys" for team in team_sizes_by_keys(request) if team > 1]
     if request.cost.attention_alone(request.shape):
         return [*found, f"team={cluster.ranks_per_node}+slack=0+split=shared"]
     load = price_documents(request, []).load
     few = int(load.max()) * request.ranks <= FEW_RANKS * int(load.sum())
     return [*found, "team=1+slack=0"] if few else found
+
+
+def searched_by_keys(request: Request) -> list[str]:
+    """Return the arguments with which ``auto`` tries teams that divide keys, for :func:`team_sizes_by_keys`.
+
+    There are none on a single node, whose links are fast, and where KV heads are enough for a team as large as a node.
+    """
+    if request.cluster.nodes == 1 or 1 not in team_sizes(request):
+        return []
+    return [f"team={team}+split=keys" for team in team_sizes_by_keys(request) if team > 1]
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------

@@ -75,18 +75,18 @@ def key_regions(batch: Batch, mask: LayerMask, shared: SharedRows, runs: Runs, s
     ``runs`` say which rank keeps which tokens, and ``speeds[p, member]`` are those of the ranks of team rows p. Member
     m has the head group m // parts and the part m % parts. Regions without (query, key) pairs are left out.
     """
-    groups = gcd(speeds.shape[1], shape.kv_heads)
-    size = speeds.shape[1] // groups
-    speeds = speeds.reshape(-1, groups, size).sum(axis=1)
+    head_groups = gcd(speeds.shape[1], shape.kv_heads)
+    size = speeds.shape[1] // head_groups
+    speeds = speeds.reshape(-1, head_groups, size).sum(axis=1)
     begin = batch.starts[shared.document[shared.of]]
     bounds = np.searchsorted(shared.of, np.arange(len(shared.document) + 1))
     rows = _Rows(shared.start - begin, shared.stop - begin, bounds, shared.document)
     lengths = batch.lengths[shared.document]
     target = _targets(mask, rows, lengths, speeds)
-    kept = _at_most(mask, rows, _kept(batch, shared, runs, size, groups), target)
+    kept = _at_most(mask, rows, _kept(batch, shared, runs, size, head_groups), target)
     found = _joined(kept, _divided(mask, rows, _others(kept, lengths, size), kept, target))
-    index, within = spread(np.diff(bounds)[found.of // size] * groups)
-    at, group = bounds[found.of[index] // size] + within // groups, within % groups
+    index, within = spread(np.diff(bounds)[found.of // size] * head_groups)
+    at, group = bounds[found.of[index] // size] + within // head_groups, within % head_groups
     regions = Regions.make(
         len(index),
         rank=(shared.first[found.of // size] + found.of % size)[index] + group * size,
@@ -95,22 +95,22 @@ def key_regions(batch: Batch, mask: LayerMask, shared: SharedRows, runs: Runs, s
         q1=rows.q1[at],
         k0=found.k0[index],
         k1=found.k1[index],
-        h0=group * shape.heads // groups,
-        h1=(group + 1) * shape.heads // groups,
+        h0=group * shape.heads // head_groups,
+        h1=(group + 1) * shape.heads // head_groups,
     )
     region, _ = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     return regions.take(np.unique(region))
 
 
-def _kept(batch: Batch, shared: SharedRows, runs: Runs, size: int, groups: int) -> _Keys:
+def _kept(batch: Batch, shared: SharedRows, runs: Runs, size: int, head_groups: int) -> _Keys:
     """Return the tokens of team rows that ranks of the team keep, for their part: ``of`` is p x ``size`` + part.
 
-    There are ``size`` parts and ``groups`` groups of heads.
+    There are ``size`` parts of each of the ``head_groups``.
     """
     stream = runs.sorted_by("start")
     row, run = overlaps(shared.start, shared.stop, stream.start, stream.stop)
     member = stream.rank[run] - shared.first[shared.of[row]]
-    inside = (member >= 0) & (member < size * groups)
+    inside = (member >= 0) & (member < size * head_groups)
     row, run, part = row[inside], run[inside], member[inside] % size
     begin = batch.starts[shared.document[shared.of[row]]]
     low, high = np.maximum(shared.start[row], stream.start[run]), np.minimum(shared.stop[row], stream.stop[run])
