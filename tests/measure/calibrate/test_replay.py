@@ -4,6 +4,7 @@ those of the cost model in a simulation.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import flexcp
-from flexcp.executor.kernels import cpu
+from flexcp.executor.kernels import Settings, cpu
 from flexcp.masks import area
 from flexcp.measure.calibrate.replay import replay, slot_times
 from flexcp.plan.plan import Plan
@@ -44,6 +45,31 @@ def test_times_are_where_work_is(strategy: str) -> None:
             assert ((found > 0) == (pairs > 0)).all()
         assert ((found > 0).any(axis=1) == (pairs > 0).any(axis=1)).all()
         assert sum(launched) == 2 * pairs.sum()  # once to warm up, once timed
+
+
+def test_lists_share_a_dq_as_the_executor_lets_them() -> None:
+    """A kernel that can leave dq open opens it once a pass, before its first list, and closes it after its last."""
+    plan, calls = plan_of("zigzag"), list[str]()
+
+    def seen(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> str:
+            open_dq = any(isinstance(x, Settings) and x.open_dq for x in arguments)
+            calls.append(f"{name} {options['opened']}" if open_dq else name)
+            return "shared"
+
+        return call
+
+    names = {"open_dq": "open", "backward": "add to", "close_dq": "close"}
+    with ExitStack() as patches:
+        for function, name in names.items():
+            patches.enter_context(patch.object(cpu, function, seen(name), create=True))
+        found = slot_times(plan, 0, True, repeats=1)
+    busy = [rank for rank in range(plan.ranks) if found[rank].any()]
+    passes = 2 * len(busy)  # each rank's pass runs twice, the first time to warm up
+    assert calls.count("open") == calls.count("close") == passes and "add to shared" in calls
+    first_pass = calls[: calls.index("close") + 1]
+    assert first_pass == ["open", *["add to shared"] * (len(first_pass) - 2), "close"]
+    assert (found > 0).sum(axis=1).max() > 1, "some rank has several lists"
 
 
 def test_measured_compute_is_in_the_simulation() -> None:

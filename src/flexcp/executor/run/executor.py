@@ -78,9 +78,9 @@ def run_forward(
             kernel, work = prepared.kernel, prepared.alone
             local = (runtime.types, runtime.settings, q, k, v, rounded)
             return *local_forward(kernel, work.list, work.whole, *local), kept
-        own = {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}
-        with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            results = _PassRun(prepared, runtime, False, memory, kept, rounded).run(own)[QUERIES]
+        results = run_slots(prepared, runtime, kept, {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}, False, rounded)[
+            QUERIES
+        ]
     return _result(results, "out") if rounded else results["out"], results["lse"], kept
 
 
@@ -104,9 +104,25 @@ def run_backward(
             kernel, work = prepared.kernel, prepared.alone
             return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
         own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
-        with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _PassRun(prepared, runtime, True, memory, kept, rounded=True).run(own)
+        shelves = run_slots(prepared, runtime, kept, own, True)
     return _result(shelves[QUERIES], "dq"), _result(shelves[KEYS], "dk"), _result(shelves[KEYS], "dv")
+
+
+def run_slots(
+    prepared: Prepared,
+    runtime: Runtime,
+    kept: Tensor,
+    own: dict[int, dict[str, Tensor]],
+    backward: bool,
+    rounded: bool = True,
+) -> Shelves:
+    """Run all slots of a program on the rank's own tensors and return all shelves (:meth:`_PassRun.run`).
+
+    ``own`` has the tensors by shelf and field, ``kept`` the bytes that a forward keeps for the backward; ``rounded``
+    allows results in the model's dtype. A program of a single launch may be run so as well.
+    """
+    with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
+        return _PassRun(prepared, runtime, backward, memory, kept, rounded).run(own)
 
 
 class _PassRun:

@@ -1,17 +1,19 @@
 """Replay: the real kernels of every rank of a plan run on one device, and the simulator adds the communication.
 
-The kernels of each slot are launched as the executor would launch them (the same work lists over shelves of the same
-sizes, filled with random numbers) and timed alone. :func:`flexcp.simulator.training.simulate` then runs the plan with
-these times instead of the cost model's. A plan for 64 ranks can so be judged on one GPU by kernels that really ran and
-that did not influence the planner's choice. Packing, reductions and the slowdown of compute by transfers are still
-those of the cost model. Replay also runs on a CPU.
+The executor runs every rank's passes here, one after the other, with random numbers instead of the messages of other
+ranks, and the work of each slot is timed: its kernel launches, with what the kernel does before the first of them and
+after the last (clearing and finishing a dq that they share). :func:`flexcp.simulator.training.simulate` then runs the
+plan with these times instead of the cost model's. A plan for 64 ranks can so be judged on one GPU by kernels that
+really ran and that did not influence the planner's choice. Packing, reductions and the slowdown of compute by transfers
+are still those of the cost model. Replay also runs on a CPU.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -19,13 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.cost import CostModel
-from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.exchange.arena import Arena, Buffers
+from flexcp.executor.exchange.transports import Exchange, PassLabel, Wire
+from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.finished_rows import OwnRows
-from flexcp.executor.run.pass_recipe import LaunchRecipe, pass_recipe
-from flexcp.executor.run.rank_program import RankProgram, rank_program
+from flexcp.executor.run.executor import Runtime, run_slots
+from flexcp.executor.run.message_layout import Types, types_of
+from flexcp.executor.run.pass_recipe import pass_recipe
+from flexcp.executor.run.prepared import Prepared, prepare
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.measure.calibrate.kernels import keep_busy
-from flexcp.plan.memory import KEYS
+from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.plan.plan import Plan
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
@@ -33,7 +39,6 @@ from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import Simulation, simulate
 
 Ints = NDArray[np.int64]
-Fields = dict[str, Tensor]
 
 
 def replay(
@@ -63,108 +68,111 @@ def slot_times(
     plan: Plan, mask: int, backward: bool, device: str = "cpu", repeats: int = 3, kernel: str | None = None
 ) -> Ints:
     """Measure the kernels of one pass here; return nanoseconds ``[rank, slot]``, each the median of ``repeats``."""
-    shape = plan.shape
-    dtype, where = getattr(torch, shape.dtype), torch.empty(0, device=device).device  # with its index
-    module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
+    shape, dtype = plan.shape, getattr(torch, plan.shape.dtype)
+    types = types_of(torch.empty(0, dtype=dtype, device=device))
+    name = choose_kernel(types.device, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel
     times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
     for rank in range(plan.ranks):
         recipe = pass_recipe(rank_program(plan, rank, mask, backward), backward, shape)
-        shelves = _shelves(recipe.program, shape, where)
-        finished = recipe.finished_rows if getattr(module, "FINISHES", False) else None
-        slots = [
-            [
-                _call(launch, None if finished is None else finished[at][i], shape, shelves, module, backward, where)
-                for i, launch in enumerate(launches)
-            ]
-            for at, launches in enumerate(recipe.launches)
-        ]
-        times[rank, : len(slots)] = np.round(_timed(slots, () if backward else _statistics(shelves), repeats, device))
+        ready = prepare(recipe, shape, name, types, {})
+        own = _own_tensors(int(plan.placement.tokens[rank]), backward, shape, types)
+        samples = [_timed_pass(ready, own, backward, shape, types) for _ in range(repeats + 1)]
+        times[rank, : len(samples[0])] = np.round(np.median(samples[1:], axis=0))  # the first pass is to warm up
     return times
 
 
-def _statistics(shelves: dict[int, Fields]) -> list[Tensor]:
-    """Return the LSE tensors of all shelves (buffers of rows), which must be -inf at the start of a forward."""
-    return [fields["lse"] for fields in shelves.values() if "lse" in fields]
+def _own_tensors(tokens: int, backward: bool, shape: Shape, types: Types) -> dict[int, dict[str, Tensor]]:
+    """Return random tensors for a rank's own tokens, by shelf and field."""
 
+    def random(heads: int, width: int) -> Tensor:
+        return torch.randn(tokens, heads, width, device=types.device).to(types.model)
 
-def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[int, Fields]:
-    """Return the tensors of every shelf (a buffer of own or received tokens): random inputs, zeros for results."""
-    dtype = getattr(torch, shape.dtype)
-    more = accumulator_dtype(dtype)
-    found = {}
-    for number, shelf in enumerate(program.shelves):
-        rows, heads = shelf.rows, shelf.h1 - shelf.h0
-        d, v = (rows, heads, shape.head_dim), (rows, heads, shape.v_head_dim)
-        random = (("k", d), ("v", v)) if shelf.side == KEYS else (("q", d), ("do", v))
-        zeros: dict[str, tuple[int, ...]] = {"dk": d, "dv": v}
-        if shelf.side != KEYS:
-            zeros = {"dq": d, "out": v, "lse": (rows, heads), "delta": (rows, heads)}
-        found[number] = {name: torch.randn(size, device=device).to(dtype) for name, size in random}
-        found[number] |= {name: torch.zeros(size, dtype=more, device=device) for name, size in zeros.items()}
-        if shelf.side != KEYS:
-            found[number]["finished"] = torch.empty(v, dtype=dtype, device=device)
-    return found
-
-
-def _call(
-    launch: LaunchRecipe,
-    own: OwnRows | None,
-    shape: Shape,
-    shelves: dict[int, Fields],
-    module: Any,
-    backward: bool,
-    device: torch.device,
-) -> Callable[[], Any]:
-    """Return a function that makes one kernel launch; ``own`` are own rows that it begins and finishes, if known."""
-    work, heads, groups = launch.work, launch.heads, launch.groups
-    counts = (heads.stop - heads.start, groups.stop - groups.start)
-    rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
-    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device, **rows)
-    q = {name: x[:, heads] for name, x in shelves[work.q_shelf].items()}
-    kv = {name: x[:, groups] for name, x in shelves[work.kv_shelf].items()}
-    settings = Settings(shape.head_dim**-0.5)
+    queries = {"q": random(shape.heads, shape.head_dim)}
     if backward:
-        inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
-        return lambda: module.backward(*inputs, listed, settings, q["dq"], kv["dk"], kv["dv"])
-    rounded = {} if own is None else {"finished_THV": q["finished"]}
-    return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"], **rounded)
+        zeros = torch.zeros(tokens, shape.heads, dtype=types.statistics, device=types.device)
+        queries |= {"lse": zeros, "delta": zeros}
+        queries |= {"do": random(shape.heads, shape.v_head_dim)}
+    keys = {"k": random(shape.kv_heads, shape.head_dim), "v": random(shape.kv_heads, shape.v_head_dim)}
+    return {QUERIES: queries, KEYS: keys}
 
 
-def _timed(
-    slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
-) -> NDArray[np.float64]:
-    """Return the nanoseconds of each slot, the median over ``repeats`` passes after a warm-up.
+def _timed_pass(
+    prepared: Prepared, own: dict[int, dict[str, Tensor]], backward: bool, shape: Shape, types: Types
+) -> list[float]:
+    """Run one pass and return the nanoseconds of each slot's work."""
+    program = prepared.program
+    kept = _fill(torch.empty(program.kept_size, dtype=torch.uint8, device=types.device), types)
+    watch = _Stamps(types.device, [bool(work) for work in prepared.work])
+    exchange = _RandomMessages(types, len(program.slots))
+    runtime = Runtime(shape, types, Settings(shape.head_dim**-0.5), exchange, Arena(), watch, margin=0)
+    run_slots(prepared, runtime, kept, own, backward)
+    return watch.nanoseconds()
 
-    ``slots`` has the launches of each slot. The tensors of ``new`` are filled with -inf before every pass.
+
+def _fill(memory: Tensor, types: Types) -> Tensor:
+    """Fill bytes with random numbers of the model's dtype, and return them."""
+    memory.view(types.model).normal_()
+    return memory
+
+
+class _RandomMessages(Exchange):
+    """Sends nothing; every message that should arrive holds random numbers."""
+
+    def __init__(self, types: Types, stages: int) -> None:
+        wire = Wire(None, [], timedelta(0), None, lambda reason: None)
+        super().__init__(wire, PassLabel(0, 0, 0, "replay", False, stages), ())
+        self._types = types
+
+    def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
+        self._arriving[stage] = receives
+
+    def arrived(self, stage: int) -> Buffers | None:
+        found = self._arriving.pop(stage, None)
+        if found is not None:
+            _fill(found.memory, self._types)
+        return found
+
+    def finish(self) -> None:
+        """Do nothing: no message has to leave."""
+
+
+class _Stamps:
+    """Notes the time before and after the work of every slot (a :class:`flexcp.executor.run.pass_watch.Watch`).
+
+    A pass makes three marks in each slot, the last two around its work. ``works`` says which slots have any.
     """
-    samples = []
-    for _ in range(repeats + 1):
-        for x in new:
-            x.fill_(-torch.inf)
-        samples.append(_pass_on_gpu(slots) if device == "cuda" else _pass_on_cpu(slots))
-    return np.asarray(np.median(samples[1:], axis=0))
 
+    def __init__(self, device: torch.device, works: list[bool]) -> None:
+        self._on_gpu, self._works = device.type == "cuda", works
+        self._marks = 0
+        self._host: list[int] = []
+        self._device: list[torch.cuda.Event] = []
 
-def _pass_on_cpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
-    """Run all launches and return the nanoseconds of each slot, by the host's clock."""
-    stamps = [time.perf_counter_ns()]
-    for calls in slots:
-        for call in calls:
-            call()
-        stamps.append(time.perf_counter_ns())
-    return [float(b - a) if calls else 0.0 for a, b, calls in zip(stamps, stamps[1:], slots, strict=False)]
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Do nothing around a pass."""
+        yield
 
-
-def _pass_on_gpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
-    """Run all launches and return the nanoseconds of each slot, by events on the GPU."""
-    stamps = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in slots]
-    for calls, (first, last) in zip(slots, stamps, strict=True):
-        if calls:
+    def mark(self) -> None:
+        """Note the time of the last two marks of a slot."""
+        slot, which = divmod(self._marks, 3)
+        self._marks += 1
+        if which == 0 or not self._works[slot]:
+            return
+        if not self._on_gpu:
+            self._host.append(time.perf_counter_ns())
+            return
+        if which == 1:
             keep_busy()
-        first.record()
-        for call in calls:
-            call()
-        last.record()
-    torch.cuda.synchronize()
-    between = zip(stamps, slots, strict=True)
-    return [float(first.elapsed_time(last)) * 1e6 if calls else 0.0 for (first, last), calls in between]
+        self._device.append(torch.cuda.Event(enable_timing=True))
+        self._device[-1].record()
+
+    def nanoseconds(self) -> list[float]:
+        """Return the nanoseconds of each slot's work, once the pass has ended; 0 for slots without work."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            pairs = zip(self._device[::2], self._device[1::2], strict=True)
+            found = iter([1e6 * first.elapsed_time(last) for first, last in pairs])
+        else:
+            found = iter([float(b - a) for a, b in zip(self._host[::2], self._host[1::2], strict=True)])
+        return [next(found) if works else 0.0 for works in self._works]
