@@ -83,25 +83,27 @@ def gpu_cases(
 ) -> Iterator[GpuCase]:
     """Yield every strategy x mask on every number of ranks, in bfloat16.
     Softcap, sinks, LSE gradients and two nodes (with relays) are cycled through.
+    From four ranks on, teams that divide keys follow, on two nodes and with fewer KV heads than ranks in a node.
     """
+    every = [(ranks, name, 4, False) for ranks in ranks_of for name in strategies]
+    every += [(ranks, "groups:split=keys", ranks // 4, True) for ranks in ranks_of if ranks >= 4]
     number = 0
-    for ranks in ranks_of:
-        for strategy in strategies:
-            for name, rule in MASKS.items():
-                nodes = 2 if ranks >= 4 and number % 2 else 1
-                where = cluster("cpu", nodes, ranks // nodes)
-                planner = Planner(8, 4, 128, dtype="bfloat16", cluster=where, strategy=strategy)
-                options = Options(
-                    seed=number,
-                    softcap=5.0 if number % 5 == 1 else None,
-                    sinks=number % 7 == 3,
-                    lse_gradient=number % 3 == 0,
-                    kernel=kernel,
-                    device="cuda",
-                )
-                plan = planner(LENGTHS, [rule(n) for n in LENGTHS])
-                yield GpuCase(f"{strategy} {name} {nodes}x{ranks // nodes} ranks", plan, options)
-                number += 1
+    for ranks, strategy, kv_heads, several_nodes in every:
+        for name, rule in MASKS.items():
+            nodes = 2 if several_nodes or (ranks >= 4 and number % 2) else 1
+            where = cluster("cpu", nodes, ranks // nodes)
+            planner = Planner(8, kv_heads, 128, dtype="bfloat16", cluster=where, strategy=strategy)
+            options = Options(
+                seed=number,
+                softcap=5.0 if number % 5 == 1 else None,
+                sinks=number % 7 == 3,
+                lse_gradient=number % 3 == 0,
+                kernel=kernel,
+                device="cuda",
+            )
+            plan = planner(LENGTHS, [rule(n) for n in LENGTHS])
+            yield GpuCase(f"{strategy} {name} {nodes}x{ranks // nodes} ranks", plan, options)
+            number += 1
 
 
 # --- real NCCL ranks on one GPU ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ part waits only for programs with lower numbers, which the device starts first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ WORTH = 0.985
 """Tiles are cut only if the work of the busiest program shrinks to at most this fraction."""
 SHORTEST = 2
 """The fewest blocks of a part of a tile."""
+TURN_PRICE = 2
+"""What it costs in a forward, in blocks, that a part of a tile adds its results after the part before it has."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def levelled(
     of_item = np.where(items >= 0, blocks[np.maximum(items, 0) // groups], -TILE_PRICE)
     work = np.zeros(programs, np.int64)
     work[: items.shape[1]] = (of_item + TILE_PRICE).sum(axis=0)
-    given = _give(work, _to_cut(items, of_item))
+    given = _give(work, _to_cut(items, of_item), 0 if descending else TURN_PRICE)
     whole = np.full((len(blocks), 2), -1, np.int32)
     return (
         _tables(made, whole, items, given, groups, block, descending) if given else LevelledList(made, whole, items, 0)
@@ -90,24 +93,38 @@ def _to_cut(items: Table, of_item: Ints) -> list[tuple[int, int]]:
     return [(int(items[r, p]), int(of_item[r, p])) for p, r in enumerate(row.tolist())]
 
 
-def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
-    """Return the parts to give away so that the work of the busiest program is lowest; none if that is not worth it.
+def _give(work: Ints, cut: list[tuple[int, int]], turn: int) -> list[Given]:
+    """Return the parts to give away so that the last program ends earliest; none if that is not worth it.
 
     ``work`` is the work of each program, in blocks. ``cut`` has for each program the item that it would cut, and its
-    blocks.
+    blocks. The parts of a tile end at about the same time, and then add their results one after the other, each for the
+    price ``turn``. So a tile should be cut into few parts, even if that leaves the busiest program some more work.
     """
     order = np.argsort(work, kind="stable").tolist()
     sorted_work = work[order].tolist()
-    low, high = -(-int(work.sum()) // len(work)), int(WORTH * sorted_work[-1])
-    best: list[Given] = []
+    low, most = -(-int(work.sum()) // len(work)), int(WORTH * sorted_work[-1])
+    high = most
+    possible: dict[int, list[Given]] = {}
     while low <= high:
         limit = (low + high) // 2
         found = _give_down_to(limit, order, sorted_work, cut)
         if found is None:
             low = limit + 1
         else:
-            best, high = found, limit - 1
-    return best
+            possible[limit], high = found, limit - 1
+    for more in 2 ** np.arange(int(most - low).bit_length()) if turn else ():
+        limit = min(low + int(more), most)
+        if limit not in possible:
+            found = _give_down_to(limit, order, sorted_work, cut)
+            possible |= {} if found is None else {limit: found}
+    ends = {limit: limit + turn * _most_of_one_tile(given) for limit, given in possible.items()}
+    best = min(ends, key=lambda limit: (ends[limit], limit), default=None)
+    return [] if best is None or ends[best] > most else possible[best]
+
+
+def _most_of_one_tile(given: list[Given]) -> int:
+    """Return how many parts are given away of the tile that is cut most often."""
+    return max(Counter(x.item for x in given).values(), default=0)
 
 
 def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple[int, int]]) -> list[Given] | None:
