@@ -182,20 +182,22 @@ def choose_stages(
         # All work waits for the one stage in which tokens are put in order.
         ns = work.own + work.rest + times.there + times.back + times.home
         return Stages(number, np.zeros_like(number), ns, equal_borders(number))
+    if not len(needs.keys.first.rank) and not np.any(times):
+        return Stages(number, np.zeros_like(number), work.own + work.rest, equal_borders(number))
+    from flexcp.schedule import compiled_stages as loops  # compiled: Numba is not needed if nothing moves
+
+    known = (*_tables(work, times), cluster.latency_ns)
     if placement.wishes.divisions is not None:
         number[needs.keys.first.rank] = placement.wishes.divisions.stage.max(axis=1)[needs.keys.first.rank]
-        parts = _parts(number, work, times, cluster)
-        return Stages(parts.number, parts.held, _together_ns(parts, peers), equal_borders(number))
-    best = _alone_ns(_parts(number, work, times, cluster))
+        parts = loops.divided(number, *known)
+        ns = loops.together_ns(parts, peers.source, peers.senders)
+        return Stages(number, parts[loops.HELD], ns, equal_borders(number))
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
     reads[needs.keys.first.rank] = True
-    reads &= best > work.own + work.rest
-    for count in range(2, MOST_STAGES + 1 if reads.any() else 2):
-        more = _alone_ns(_parts(np.full_like(number, count), work, times, cluster))
-        better = reads & (more * 1000 < best * WORTH_PERMILLE)
-        number, best = np.where(better, count, number), np.where(better, more, best)
-    return _capped(number, work, times, cluster, peers)
+    number = loops.best_alone(reads, *known, MOST_STAGES, WORTH_PERMILLE)
+    parts, ns = loops.capped(number, *known, peers.source, peers.senders, TOGETHER_PERMILLE)
+    return Stages(parts[loops.NUMBER], parts[loops.HELD], ns, equal_borders(parts[loops.NUMBER]))
 
 
 def equal_borders(number: Ints) -> Ints:
@@ -223,70 +225,18 @@ def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -
 
     Slot 0 has own work, slot s the work of stage s, and the slot after a rank's last stage its held-back own work.
     """
-    parts = _parts(number, work, times, cluster)
+    from flexcp.schedule import compiled_stages as loops  # compiled: Numba is not needed if nothing moves
+
+    works, beside = loops.slots(loops.divided(number, *_tables(work, times), cluster.latency_ns))
     of_stages = stage_work(work, number, equal_borders(number)).T
-    inside = [np.zeros_like(number), *of_stages, np.zeros_like(number)]
-    found = [_slot(parts, slot) for slot in range(len(inside))]
-    works = [np.where((slot > 0) & (slot <= number), inside[slot], found[slot][0]) for slot in range(len(inside))]
-    return np.stack(works), np.stack([beside for _, beside in found])
+    inside = np.arange(1, len(of_stages) + 1)[:, None] <= number
+    works[1:-1] = np.where(inside, of_stages, works[1:-1])
+    return works, beside
 
 
-class _Parts(NamedTuple):
-    """How the work and the transfers of each rank are divided for its number of stages, in nanoseconds.
-
-    ``before`` and ``after`` are own work before and after the stages, ``each`` is the work of one stage; ``held`` is
-    the share of ``after`` in own work, per mille. ``first`` travels beside ``before``, ``into`` and ``out`` are the
-    inputs and the gradients of one stage, and ``last`` travels beside ``after``.
-    """
-
-    number: Ints
-    held: Ints
-    before: Ints
-    each: Ints
-    after: Ints
-    first: Ints
-    into: Ints
-    out: Ints
-    last: Ints
-
-
-def _parts(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> _Parts:
-    """Return the work and transfers of each rank, divided for the given numbers of stages."""
-    start = cluster.latency_ns * (number > 1)
-    into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
-    each = -(-(work.rest + (number - 1) * work.again) // number)
-    # What is relayed needs one more exchange before the first work and after the last.
-    first = into + again
-    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # both in one exchange
-    held = 1000 * last // np.maximum(first + last, 1)
-    after = work.own * held // 1000
-    return _Parts(number, held, work.own - after, each, after, first, into, out, last)
-
-
-def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
-    """Return (work, transfers beside it) of each rank in a slot, in nanoseconds."""
-    if slot == 0:
-        return p.before, p.first
-    inside, end = slot <= p.number, slot == p.number + 1
-    beside = np.maximum(np.where(slot < p.number, p.into, 0), np.where(inside & (slot > 1), p.out, 0))
-    return np.where(inside, p.each, np.where(end, p.after, 0)), np.where(end, p.last, beside)
-
-
-def _alone_ns(p: _Parts) -> Ints:
-    """Return the nanoseconds of each rank if all others are always ready."""
-    slots = [np.maximum(*_slot(p, slot)) for slot in range(int(p.number.max()) + 2)]
-    return np.asarray(sum(slots))
-
-
-def _together_ns(p: _Parts, peers: Peers) -> Ints:
-    """Return the nanoseconds of each rank if the transfers beside a slot wait until all senders have begun it."""
-    begin = np.zeros_like(p.number)
-    for slot in range(int(p.number.max()) + 2):
-        work, beside = _slot(p, slot)
-        ready = begin.copy()
-        np.maximum.at(ready, peers.target, begin[peers.source])
-        begin = np.maximum(begin + work, np.where(beside > 0, ready + beside, 0))
-    return begin
+def _tables(work: Work, times: ExchangeTimes) -> tuple[Ints, Ints]:
+    """Return work and times as the tables that the compiled loops read."""
+    return np.stack([work.own, work.rest, work.again]), np.stack(times)
 
 
 def find_peers(moves: Moves, cluster: Cluster) -> Peers:
@@ -298,20 +248,6 @@ def find_peers(moves: Moves, cluster: Cluster) -> Peers:
     pairs = distinct((2 * target + (source // size != target // size)) * ranks + source, 2 * ranks * ranks)
     to, source = pairs // ranks, pairs % ranks
     return Peers(source, to // 2, to % 2, np.searchsorted(to, np.arange(2 * ranks + 1)).astype(np.int64))
-
-
-def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, peers: Peers) -> Stages:
-    """Return stages with the largest limit on their number that is nearly as fast as the best limit.
-
-    ``number`` are the stages that would be fastest for each rank alone. Nearly means within ``TOGETHER_PERMILLE``, in
-    time over all ranks together.
-    """
-    tried = []
-    for cap in range(int(number.max()), 0, -1):
-        parts = _parts(np.minimum(number, cap), work, times, cluster)
-        tried.append(Stages(parts.number, parts.held, _together_ns(parts, peers), equal_borders(parts.number)))
-    least = min(int(found.ns.max()) for found in tried)
-    return next(found for found in tried if int(found.ns.max()) * 1000 <= least * TOGETHER_PERMILLE)
 
 
 def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> Stages:
