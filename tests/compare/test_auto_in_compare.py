@@ -22,7 +22,7 @@ from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, dealt_by_load, static_methods
 from flexcp.simulator.step_parts import SYNCS, Sync, Training
-from flexcp.simulator.training import simulate
+from flexcp.simulator.training import Models, simulate
 
 OTHERS = ("blocks", "groups", *STATIC, *STATIC_BY_LOAD)
 CELLS: list[tuple[str, str, int, Sync, str, int, int]] = [
@@ -50,8 +50,8 @@ def test_nothing_is_reported_faster_than_auto(
     request = asked(*cell)
     judged: list[tuple[Plan, int]] = []
 
-    def recorded(plan: Plan, training: Training | None) -> int:
-        ns = step_ns(plan, training)
+    def recorded(plan: Plan, training: Training | None, models: Models | None = None) -> int:
+        ns = step_ns(plan, training, models)
         if plan.cost == request.cost:  # others are near ties under wrong prices
             judged.append((plan, ns))
         return ns

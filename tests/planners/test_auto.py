@@ -41,7 +41,7 @@ from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
 from flexcp.simulator.step_parts import Training
-from flexcp.simulator.training import simulate
+from flexcp.simulator.training import Models, simulate
 
 SHAPE = Shape(8, 4, 64, 64)
 MODULE = "flexcp.planners.auto.auto"
@@ -258,7 +258,7 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
     monkeypatch: pytest.MonkeyPatch, tried: dict[str, list[str]]
 ) -> None:
     monkeypatch.setattr(
-        import_module(MODULE), "step_ns", lambda plan, _: tried["simulated"].append(plan.requested) or 1 << 40
+        import_module(MODULE), "step_ns", lambda plan, *_: tried["simulated"].append(plan.requested) or 1 << 40
     )
     asked = request([30_000, *[8000] * 5, *[200] * 200])
     names = [c.name for c in find_candidates(asked, 16)]
@@ -373,9 +373,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         found["placed"].append(self.name)
         return placed(self)
 
-    def simulated_plan(plan: Plan, training: Training | None) -> int:
+    def simulated_plan(plan: Plan, training: Training | None, models: Models | None = None) -> int:
         found["simulated"].append(plan.requested)
-        return int(simulate(plan, training))
+        return int(simulate(plan, training, models))
 
     monkeypatch.setattr(Candidate, "placed", recorded)
     monkeypatch.setattr(import_module(MODULE), "step_ns", simulated_plan)
@@ -480,7 +480,7 @@ def test_of_nearly_equal_plans_the_safer_one_is_taken(
         placement = STRATEGIES[name](asked)
         plan = make_plan(placement, asked.shape, asked.cluster, asked.cost, name)
         candidate = Candidate(name, STRATEGIES[name], asked, 0, is_static=name == static)
-        search.simulated.append(auto_module._Simulated(candidate, plan, ns[0], order, None))
+        search.simulated.append(auto_module._Simulated(candidate, plan, ns[0], order, None, []))
     search.best = search.simulated[0]
     monkeypatch.setattr(auto_module, "step_ns", lambda plan, training: times[plan.strategy][costs.index(plan.cost)])
     search.choose_among_near_ones()

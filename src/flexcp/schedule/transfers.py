@@ -19,6 +19,8 @@ received, so a rank reduces it into the rows where it holds that piece.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +32,7 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.schedule.analysis import MaskAnalysis, analyse
-from flexcp.schedule.execution import Posting, needed_work_ns, static_work_ns, with_execution
+from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execution
 from flexcp.schedule.inputs_first import posting, stage_home
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.parts import cut_by_divisions, cut_into_stages, shares_are_long
@@ -63,42 +65,35 @@ def make_plan(
     ``placement.traffic.kind`` is ``"needed"``.
     """
     how = (shape, cluster, cost)
+    programs: list[tuple[Program, Program]] = []
     if placement.traffic.kind == "needed":
-        own_stage = 1 if placement.assemble_own else 0
-        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv, most_ahead)
-        pairs = [_needed_programs(found, own_stage, placement, how) for found in masks]
-        work = [
-            [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
-            for pair, found in zip(pairs, masks, strict=True)
-        ]
+        for found in analysis or analyse(placement, shape, cluster, cost, keep_kv, most_ahead):
+            first, second = (_needed_program(found, way, placement, how, most_ahead) for way in (False, True))
+            programs.append((first, second))
     else:
-        pairs = [(_static_program(placement, shape, False), _static_program(placement, shape, True))]
-        pairs *= len(placement.batch.masks)
-        work = [
-            list(static_work_ns(placement, mask, (forward.stages, backward.stages), *how))
-            for mask, (forward, backward) in enumerate(pairs)
-        ]
-        masks = []
-    programs = []
-    for number, (pair, of_pair) in enumerate(zip(pairs, work, strict=True)):
-        found = masks[number] if masks else None
-        first, second = (
-            with_execution(program, ns, *how, way, most_ahead, _posting(found, program, way), placement.wishes)
-            for way, program, ns in zip((False, True), pair, of_pair, strict=True)
-        )
-        programs.append((first, second))
+        pair = [_static_program(placement, shape, way) for way in (False, True)]
+        for mask in range(len(placement.batch.masks)):
+            work = static_work_ns(placement, mask, (pair[0].stages, pair[1].stages), *how)
+            first, second = (
+                with_execution(pair[way], ns, *how, bool(way), most_ahead, None, placement.wishes)
+                for way, ns in enumerate(work)
+            )
+            programs.append((first, second))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
-def _posting(found: MaskAnalysis | None, program: Program, backward: bool) -> Posting | None:
-    """Return when the stages of a mask's program are posted, or None if that is chosen stage by stage.
+def with_analysis(plan: Plan, analysis: list[MaskAnalysis], backward: bool, most_ahead: int = 2) -> Plan:
+    """Return a plan of needed traffic with the programs of one direction made again, from another analysis.
 
-    Without the analysis of the mask (``found``), its traffic is that of a static method.
+    In the other direction the analysis must be the one that the plan was made from. ``most_ahead`` is that of
+    :func:`make_plan`.
     """
-    if found is None:
-        return None
-    stages = (found.backward if backward else found.forward).stages
-    return posting(stages, program, backward) if stages.inputs_first else early_posting(stages, program)
+    how = (plan.shape, plan.cluster, plan.cost)
+    programs = []
+    for found, (first, second) in zip(analysis, plan.programs, strict=True):
+        made = _needed_program(found, backward, plan.placement, how, most_ahead)
+        programs.append((first, made) if backward else (made, second))
+    return replace(plan, programs=tuple(programs))
 
 
 def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (), keys_kept: bool = False) -> Program:
@@ -117,22 +112,23 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
 # --- needed traffic ---------------------------------------------------------------------------------------------------
 
 
-def _needed_programs(
-    found: MaskAnalysis, own_stage: int, placement: Placement, how: tuple[Shape, Cluster, CostModel]
-) -> tuple[Program, Program]:
-    """Return the forward and the backward program of a mask whose placement has needed traffic."""
-    programs = []
-    for backward, one in enumerate((found.forward, found.backward)):
-        if placement.wishes.divisions is None:
-            stages, (keys, relays) = one.stages, found.needs.keys
-            in_shares = shares_are_long(keys, stages, *how)
-            cut = cut_into_stages(keys, stages.borders, how[1], stages.across_borders, in_shares, len(relays) > 0)
-        else:
-            cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)
-        parts = _staged(found.needs, one.stages, cut, how[1], bool(backward), found.keys_kept)
-        held = tuple(one.stages.held.tolist()) if one.stages.held.any() else ()
-        programs.append(_program(parts, own_stage, held, found.keys_kept and bool(backward)))
-    return programs[0], programs[1]
+def _needed_program(
+    found: MaskAnalysis, backward: bool, placement: Placement, how: tuple[Shape, Cluster, CostModel], most_ahead: int
+) -> Program:
+    """Return the program of one direction of a mask whose placement has needed traffic."""
+    one = found.backward if backward else found.forward
+    stages, (keys, relays) = one.stages, found.needs.keys
+    if placement.wishes.divisions is None:
+        in_shares = shares_are_long(keys, stages, *how)
+        cut = cut_into_stages(keys, stages.borders, how[1], stages.across_borders, in_shares, len(relays) > 0)
+    else:
+        cut = cut_by_divisions(keys, placement.wishes.divisions, placement)
+    parts = _staged(found.needs, stages, cut, how[1], backward, found.keys_kept)
+    held = tuple(stages.held.tolist()) if stages.held.any() else ()
+    program = _program(parts, int(placement.assemble_own), held, found.keys_kept and backward)
+    posted = posting(stages, program, backward) if stages.inputs_first else early_posting(stages, program)
+    work = needed_work_ns(program, one.work, stages)
+    return with_execution(program, work, *how, backward, most_ahead, posted, placement.wishes)
 
 
 def _staged(

@@ -26,7 +26,7 @@ layers, sync), so the parts of a step add up to its time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -42,6 +42,8 @@ from flexcp.simulator.slot_work import MaskWork
 from flexcp.simulator.step_parts import Training, collective_ns, sync_at_the_ends_ns, tensor_parallel_ns
 
 Ints = NDArray[np.int64]
+Models = Sequence[tuple[PassModel, PassModel]]
+"""The models of the forward and the backward pass of every mask."""
 SIMULATED_LAYERS = 2
 """Of the layers under each mask, this many are simulated in each direction; the others are extrapolated."""
 
@@ -163,30 +165,65 @@ def simulate(
     rules: Rules = Rules(),  # noqa: B008 - immutable
     training: Training | None = None,
     measured: Callable[[int, bool], Ints] | None = None,
+    models: Models | None = None,
 ) -> Simulation:
     """Run a plan on simulated time.
 
     ``cost`` replaces the plan's cost model. ``measured(mask, backward)`` returns measured nanoseconds ``[rank, slot]``,
-    which replace the modelled compute. With ``training``, a whole training step is simulated as well.
+    which replace the modelled compute. With ``training``, a whole training step is simulated as well. ``models`` are
+    those of the plan under the same cost and rules (:func:`pass_models`), if they are known.
     """
     cost = plan.cost if cost is None else cost
     zero = np.zeros(plan.ranks, np.int64)
-    models = [_pass_models(plan, m, cost, rules, measured) for m in range(len(plan.programs))]
+    if models is None:
+        models = [_measured_models(plan, m, cost, rules, measured) for m in range(len(plan.programs))]
     passes = tuple((run_pass(forward, zero), run_pass(backward, zero)) for forward, backward in models)
     step = None if training is None else _whole_step(plan, cost, models, training)
     return Simulation(plan, cost, rules, passes, step)
 
 
-def simulated_step(plan: Plan, training: Training, rules: Rules = Rules()) -> StepTime:  # noqa: B008 - immutable
-    """Return the time of a whole training step, without the separate passes that :func:`simulate` runs as well."""
-    models = [_pass_models(plan, m, plan.cost, rules, None) for m in range(len(plan.programs))]
-    return _whole_step(plan, plan.cost, models, training)
+def simulated_step(
+    plan: Plan,
+    training: Training,
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    models: Models | None = None,
+) -> StepTime:
+    """Return the time of a whole training step, without the separate passes that :func:`simulate` runs as well.
+
+    ``models`` are those of the plan under these rules (:func:`pass_models`), if they are known.
+    """
+    return _whole_step(plan, plan.cost, pass_models(plan, rules) if models is None else models, training)
 
 
-def _pass_models(
+def pass_models(
+    plan: Plan,
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    like: Plan | None = None,
+    known: Models = (),
+) -> Models:
+    """Return the models of the forward and the backward pass of every mask.
+
+    ``known`` are the models of ``like``, another plan of the same placement and cost, under the same rules. Passes that
+    are the same in both plans are not modelled again.
+    """
+    found = []
+    for mask, pair in enumerate(plan.programs):
+        shared = MaskWork(plan, mask)
+        same = [False, False] if like is None else [a is b for a, b in zip(pair, like.programs[mask], strict=True)]
+        # If keys are kept, the backward reads them from what its forward received.
+        same[True] = same[True] and (same[False] or not pair[True].keys_kept)
+        forward, backward = (
+            known[mask][way] if same[way] else pass_model(plan, mask, way, plan.cost, rules, None, shared)
+            for way in (False, True)
+        )
+        found.append((forward, backward))
+    return found
+
+
+def _measured_models(
     plan: Plan, mask: int, cost: CostModel, rules: Rules, measured: Callable[[int, bool], Ints] | None
 ) -> tuple[PassModel, PassModel]:
-    """Return the models of the forward and the backward pass of a mask."""
+    """Return the models of the forward and the backward pass of a mask, with measured compute if there is any."""
     shared = MaskWork(plan, mask)
     ways = ((way, None if measured is None else measured(mask, way)) for way in (False, True))
     forward, backward = (pass_model(plan, mask, way, cost, rules, ns, shared) for way, ns in ways)
@@ -196,7 +233,7 @@ def _pass_models(
 # --- a whole step -----------------------------------------------------------------------------------------------------
 
 
-def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassModel]], training: Training) -> StepTime:
+def _whole_step(plan: Plan, cost: CostModel, models: Models, training: Training) -> StepTime:
     """Return the time of a step, layer after layer; the first two layers under each mask are simulated.
 
     ``models[mask]`` are the models of the forward and the backward pass.

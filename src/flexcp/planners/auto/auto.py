@@ -56,9 +56,9 @@ from flexcp.planners.static.dealing import method_of
 from flexcp.planners.token_runs import check_queries_stay, check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
-from flexcp.schedule.transfers import make_plan
+from flexcp.schedule.transfers import make_plan, with_analysis
 from flexcp.simulator.step_parts import Training, layers_alone
-from flexcp.simulator.training import simulate, simulated_step
+from flexcp.simulator.training import Models, pass_models, simulate, simulated_step
 
 DEFAULT_EFFORT = 16
 """How many candidates may be placed if the request does not say."""
@@ -148,6 +148,8 @@ class _Simulated:
     ns: int
     order: int
     analysis: list[MaskAnalysis] | None
+    models: Models
+    """The models of the plan's passes; none if it takes too long to be simulated."""
     other_stages: tuple[str, ...] = ()
     """The passes that are cut into stages in another way than in the strategy's own plan."""
     straight: bool = False
@@ -282,8 +284,12 @@ class _Search:
     def _simulate(self, placed: _Placed, order: int) -> None:
         """Simulate a placement and update the best one; ``order`` decides between equally fast ones."""
         plan = placed.plan or self._planned(placed)
-        ns = placed.ns if self._is_too_long(placed.ns) else step_ns(plan, self.request.training)
-        self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
+        ns = placed.ns
+        models: Models = []
+        if not self._is_too_long(placed.ns):
+            models = pass_models(plan)
+            ns = step_ns(plan, self.request.training, models)
+        self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis, models))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def choose_among_near_ones(self) -> None:
@@ -322,9 +328,10 @@ class _Search:
         known = (request.shape, request.cluster, request.cost)
         straight = analyse(placement, *known, request.keep_kv, request.most_ahead)
         plan = self._planned(_Placed(best.candidate, placement, best.ns, straight))
-        ns = step_ns(plan, request.training)
+        models = pass_models(plan)
+        ns = step_ns(plan, request.training, models)
         if ns < best.ns:
-            self.best = replace(best, plan=plan, ns=ns, analysis=straight, straight=True)
+            self.best = replace(best, plan=plan, ns=ns, analysis=straight, models=models, straight=True)
             self.simulated[self.simulated.index(best)] = self.best
 
     def try_other_stages(self) -> None:
@@ -341,11 +348,12 @@ class _Search:
             others = in_other_stages(best.analysis, backward)
             if others is None:
                 continue
-            plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
-            ns = step_ns(plan, self.request.training)
+            plan = with_analysis(best.plan, others, backward, self.request.most_ahead)
+            models = pass_models(plan, like=best.plan, known=best.models)
+            ns = step_ns(plan, self.request.training, models)
             if ns < best.ns:
                 ways = (*best.other_stages, "backward" if backward else "forward")
-                self.best = replace(best, plan=plan, ns=ns, analysis=others, other_stages=ways)
+                self.best = replace(best, plan=plan, ns=ns, analysis=others, models=models, other_stages=ways)
                 self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
@@ -414,12 +422,12 @@ def variant_ns(price: int) -> int:
     return price * VARIANT_PERMILLE // 1000
 
 
-def step_ns(plan: Plan, training: Training | None = None) -> int:
+def step_ns(plan: Plan, training: Training | None = None, models: Models | None = None) -> int:
     """Return the simulated nanoseconds of a step, or of its layers only if ``training`` is None.
 
     If the layers consist of attention only, each pass of attention is simulated separately, with all ranks starting
-    together.
+    together. ``models`` are those of the plan's passes, if they are known.
     """
     if training is None and plan.cost.attention_alone(plan.shape):
-        return simulate(plan).attention_ns
-    return simulated_step(plan, training or layers_alone(plan.cost, plan.shape)).total_ns
+        return simulate(plan, models=models).attention_ns
+    return simulated_step(plan, training or layers_alone(plan.cost, plan.shape), models=models).total_ns
