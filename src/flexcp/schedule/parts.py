@@ -39,6 +39,11 @@ GOLDEN = 40_503
 """2^16 divided by the golden ratio: multiples of it, modulo 2^16, are spread evenly."""
 CUT_TOKENS = 128
 """Pieces are cut at multiples of this many tokens, so that kernels have few incomplete tiles."""
+SHARE_TOKENS = 192
+"""Stages have a share of every owner only if shares have at least this many tokens on average.
+
+Cut at multiples of ``CUT_TOKENS``, smaller shares would be uneven, and so would the stages be.
+"""
 
 
 def cut_into_stages(
@@ -101,15 +106,18 @@ def shares_are_long(keys: Pieces, stages: Stages, shape: Shape, cluster: Cluster
     """Return whether stages may have a share of what a rank reads of each owner.
 
     That balances ports and work in every stage, but makes more messages. There must not be too many of them, and they
-    must be long compared with what each of them costs.
+    must be long compared with what each of them costs, and with what pieces are cut at.
     """
-    if len(keys) == 0 or int(stages.number.max()) == 1:
+    number = int(stages.number.max()) if len(keys) else 1
+    if number == 1:
         return False
     pairs = len(np.unique(keys.rank * cluster.ranks + keys.owner))
     if pairs > MOST_OWNERS * len(np.unique(keys.rank)):
         return False
+    if int((keys.stop - keys.start).sum()) < SHARE_TOKENS * pairs * number:
+        return False
     size = int(keys.amount.sum()) * int(shape.bytes_per_token_head()[Kind.KV, 0])
-    share = np.array([size // (pairs * int(stages.number.max()))])
+    share = np.array([size // (pairs * number)])
     mbps = cluster.inter_mbps if cluster.nodes > 1 else cluster.intra_mbps
     return int(cost.link_ns(share, mbps)[0]) >= LONG_MESSAGE * cost.message_ns
 

@@ -541,12 +541,22 @@ def test_without_slack_ranks_are_more_even_than_with_little() -> None:
     assert most[0] < 1.01 < 1.02 < most[1]
 
 
-def test_one_rank_is_searched_for_whole_steps_if_the_heaviest_document_needs_few() -> None:
+@pytest.mark.parametrize(
+    "cost, always, if_few",
+    [
+        (CostModel(), [], "team=1+slack=0"),
+        (ATTENTION_ONLY, ["team=8+slack=0+split=shared"], "team=1+slack=2"),
+    ],
+    ids=["whole step", "attention"],
+)
+def test_one_rank_is_searched_if_the_heaviest_document_needs_few(
+    cost: CostModel, always: list[str], if_few: str
+) -> None:
     """With documents of equal load, each needs 16 / documents ranks."""
     for documents in (16 // FEW_RANKS, 16 // FEW_RANKS - 1):
-        request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128))
+        request = asked([4096] * documents, cluster("h100", 2, 8), shape=Shape(32, 8, 128, 128), cost=cost)
         few = documents == 16 // FEW_RANKS
-        assert searched_settings(request) == ["team=8", *(["team=1+slack=0"] if few else [])]
+        assert searched_settings(request) == ["team=8", *always, *([if_few] if few else [])]
 
 
 def test_teams_that_split_only_what_they_share_cut_other_documents_by_rows() -> None:

@@ -286,18 +286,20 @@ def team_sizes_by_keys(request: Request) -> list[int]:
 def searched_settings(request: Request) -> list[str]:
     """Return the arguments of ``groups`` that ``auto`` tries: a ``team=`` for each of :func:`team_sizes`.
 
-    Other settings are left open. On several nodes, one more is added that cuts documents of a node by rows and without
-    slack, so that most documents stay whole and copy nothing. If layers consist of attention alone, documents that
-    nodes share are still split by heads; otherwise it is added only if no document needs more than ``FEW_RANKS`` ranks.
+    Other settings are left open. On several nodes, teams of one rank are added if no document needs more than
+    ``FEW_RANKS`` ranks: cut by rows, most documents stay whole, move nothing and copy nothing. Layers of attention
+    alone also have a setting that cuts documents of a node by rows and without slack, but splits those that nodes
+    share by heads.
     """
     likely, cluster = team_sizes(request), request.cluster
     found = [f"team={team}" for team in likely]
     if cluster.nodes == 1 or 1 in likely:
         return found
-    if request.cost.attention_alone(request.shape):
-        return [*found, f"team={cluster.ranks_per_node}+slack=0+split=shared"]
     load = price_documents(request, []).load
     few = int(load.max()) * request.ranks <= FEW_RANKS * int(load.sum())
+    if request.cost.attention_alone(request.shape):
+        shared = f"team={cluster.ranks_per_node}+slack=0+split=shared"
+        return [*found, shared, f"team=1+slack={USUAL_SLACK}"] if few else [*found, shared]
     return [*found, "team=1+slack=0"] if few else found
 
 
