@@ -163,7 +163,7 @@ def _argument(rng: random.Random, strategy: str, ranks: int) -> str:
         "hypergraph": (":16", ""),
         "groups": (
             *("", "", ":team=1", ":slack=2+long=poured"),
-            *(":slack=25+split=all", ":slack=0+split=shared", ":split=keys"),
+            *(":slack=25+split=all", ":slack=0+split=shared", ":split=keys", ":slack=12+level=yes"),
         ),
     }
     return rng.choice(texts.get(strategy, ("",)))

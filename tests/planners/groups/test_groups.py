@@ -29,6 +29,7 @@ from flexcp.planners.groups.compiled_dealing import (
     BIN,
     COLUMNS,
     DOC,
+    EXTRA,
     HI,
     HUGE,
     LO,
@@ -36,6 +37,7 @@ from flexcp.planners.groups.compiled_dealing import (
     PACE,
     SHARED,
     deal,
+    group_sizes,
     least_limit,
     needed_bins,
     tokens_with,
@@ -125,18 +127,21 @@ def dealings(draw: st.DrawFn) -> tuple[Ints, Ints, int, bool, int]:
     return items, np.array(pace), draw(st.sampled_from([8, 50])), draw(st.booleans()), draw(st.sampled_from([0, 500]))
 
 
-@given(dealings(), st.sampled_from([0, 7]))
+@given(dealings(), st.sampled_from([0, 7]), st.sampled_from([1, 3]))
 @settings(max_examples=60, deadline=None)
-def test_dealing_keeps_every_token_and_all_load(problem: tuple[Ints, Ints, int, bool, int], extra: int) -> None:
+def test_dealing_keeps_every_token_and_all_load(
+    problem: tuple[Ints, Ints, int, bool, int], extra: int, times: int
+) -> None:
     items, pace, slack, poured, room = problem
-    found = deal(items, pace, slack, poured, room, extra)
+    items[:, EXTRA] = extra * (1 + items[:, DOC] % 2)
+    found = deal(items, pace, slack, poured, room, times)
     assert np.all((found[:, BIN] >= 0) & (found[:, BIN] < len(pace)))
     for item in items:
         parts = found[found[:, DOC] == item[DOC]]
         parts = parts[np.argsort(parts[:, LO])]
         assert parts[0, LO] == 0 and parts[-1, HI] == item[HI] and np.all(parts[1:, LO] == parts[:-1, HI])
         assert np.all(parts[:, LO] < parts[:, HI])
-        more = extra * item[HI] if len(parts) > 1 else 0
+        more = times * item[EXTRA] * item[HI] if len(parts) > 1 else 0
         assert parts[:, LOAD].sum() == item[LOAD] + more and parts[:, ATTENTION].sum() == item[ATTENTION] + more
         assert np.all(parts[:, SHARED] == (len(parts) > 1))
 
@@ -175,8 +180,34 @@ def test_what_cutting_costs_counts_in_the_mean_from_which_bins_may_differ() -> N
     without cuts, but within half of their mean, so nothing else is cut.
     """
     items = table_of([1000, 10], [10_000, 2_000], linear=0)
-    found = deal(items, np.full(2, PACE), 2, False, 0, 20)
+    items[:, EXTRA] = 10
+    found = deal(items, np.full(2, PACE), 2, False, 0, 2)
     assert sorted(found[:, LOAD].tolist()) == [2_000, 15_000, 15_000]
+
+
+@pytest.mark.parametrize(
+    "loads, limit, bins, sizes",
+    [
+        ([1000], 500, 5, [5]),  # nothing else needs a bin
+        ([1000, 100], 500, 5, [4, 0]),  # the last bin is for the other
+        ([1000, 700], 500, 5, [3, 2]),  # 333 and 350 a bin instead of 500 and 350
+        ([1000, 490, 490], 500, 4, [2, 0, 0]),  # a third bin would leave 980 for one
+        ([1000, 490, 200], 500, 4, [2, 0, 0]),  # 690 for one, more than the 500 of the long one
+        ([1000, 300, 100], 500, 4, [3, 0, 0]),
+        ([100, 200], 500, 4, [0, 0]),
+    ],
+)
+def test_long_items_get_bins_that_nothing_else_needs(loads: list[int], limit: int, bins: int, sizes: list[int]) -> None:
+    items = table_of([1000] * len(loads), loads, linear=0)
+    assert group_sizes(items, limit, bins).tolist() == sizes
+
+
+def test_no_rank_is_idle_beside_a_long_document() -> None:
+    """The long document needs half of both nodes' ranks by its slack, and nothing else is on its node."""
+    request = asked([60_000, *[9_000] * 24], cluster("h100", 2, 8), shape=Shape(8, 1, 128, 128), cost=ATTENTION_ONLY)
+    placement = groups(replace(request, argument="team=1+slack=25+long=whole+level=no"))
+    work = np.bincount(placement.regions[0].rank, minlength=16)
+    assert np.all(work > 0)
 
 
 def test_teams_split_as_little_as_they_need() -> None:
@@ -374,6 +405,8 @@ def test_the_note_says_degrees_and_the_settings_that_give_the_same_again() -> No
         settings = found.note.partition(": ")[0]
         again = groups(replace(request, argument=settings))
         assert again.note == found.note and (again.runs.matrix() == found.runs.matrix()).all()
+    levels = ["level=yes" in found.note for found in all_groupings(request)]
+    assert any(levels) and not all(levels)
     assert groups(request).note.endswith(": 3 of 4 documents on one rank, others on 3 ranks")
     assert groups(asked([10, 10], cluster("h100", 1, 3))).note.endswith(": 2 of 2 documents on one rank")
 

@@ -149,11 +149,11 @@ def test_bridges_without_cycles_prefer_those_over_which_most_can_move() -> None:
     assert _forest(offered, 4) == [Bridge(1, 2, 2, 3), Bridge(0, 1, 0, 1)]
 
 
-def test_without_slack_groups_are_level() -> None:
-    """With a slack of 1 %, ranks are dealt even loads, but not even work."""
+def test_groups_are_level() -> None:
+    """Without levelling, ranks are dealt even loads, but not even work."""
     request = asked([26_000, 31_000, 44_000, 12_000, 54_000, 9_000, 17_000, 40_000], cluster("h100", 2, 8))
     most = []
-    for argument in ("team=1+slack=0+long=poured", "team=1+slack=1+long=poured"):
+    for argument in ("team=1+slack=1+long=poured+level=yes", "team=1+slack=1+long=poured+level=no"):
         load = _loads(request, groups(replace(request, argument=argument)))
         most.append(load.max() / load.mean())
     assert most[0] < 1.003 < 1.006 < most[1]

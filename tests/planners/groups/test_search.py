@@ -35,10 +35,10 @@ HALF = [262_144, *draw_lengths("web", 262_144, 0)]
 """One document of half the tokens: of 8 nodes it needs most for its attention, and the others have most tokens."""
 
 
-def asked(lengths: list[int], nodes: int = 8, training: Training | None = STEP) -> Request:
+def asked(lengths: list[int], nodes: int = 8, training: Training | None = STEP, ranks: int = 8) -> Request:
     batch = make_batch(lengths, masks={"causal": (flexcp.causal(), 32)})
     cost = CostModel(model=MODEL.model)
-    return Request(batch, MODEL.shape, cluster("h100", nodes, 8), cost, training=training)
+    return Request(batch, MODEL.shape, cluster("h100", nodes, ranks), cost, training=training)
 
 
 def test_a_team_takes_its_latest_attention_and_its_most_tokens() -> None:
@@ -47,8 +47,8 @@ def test_a_team_takes_its_latest_attention_and_its_most_tokens() -> None:
     items[:, ATTENTION], items[:, HI] = [600, 400, 100], [60, 40, 10]
     items[:, LOAD] = items[:, ATTENTION] + items[:, HI]
     speeds = np.array([1000, 1000, 500, 500])
-    # Node, team, slack, poured, all split, room, linear, exchange, extra.
-    table, where, times, short = deal_to_ranks(items, speeds, np.array([2, 2, 2, 0, 1, 0, 3, 7, 0]))
+    # Node, team, slack, poured, all split, room, linear, exchange.
+    table, where, times, short = deal_to_ranks(items, speeds, np.array([2, 2, 2, 0, 1, 0, 3, 7]))
     assert not short and (where[:, 1] == 2).all() and set(where[:, 0].tolist()) <= {0, 2}
     for node, speed in ((0, 1000), (1, 500)):
         mine = table[where[:, 0] == 2 * node]
@@ -62,7 +62,7 @@ def test_there_is_room_for_the_parts_of_documents_that_a_team_cuts_by_rows() -> 
     """One document on a node of 32 ranks. Compiled loops would not notice what they write past the end of a table."""
     items = np.zeros((1, COLUMNS), np.int64)
     items[0, [ATTENTION, LOAD, HI]] = 64_000
-    settings = np.array([32, 32, 400, 0, 2, 0, 3, 7, 0])
+    settings = np.array([32, 32, 400, 0, 2, 0, 3, 7])
     table, where, _, _ = deal_to_ranks.py_func(items, np.full(32, 1000), settings)
     assert sorted(where[:, 0].tolist()) == list(range(32)) and (table[:, HI] - table[:, LO] == 2_000).all()
 
@@ -102,25 +102,44 @@ def test_nodes_that_share_a_document_are_dealt_less_of_the_others() -> None:
 
 @pytest.mark.parametrize("training", [None, STEP], ids=["alone", "coupled"])
 @pytest.mark.parametrize("slack", [0, 2])
-def test_work_is_levelled_without_slack_unless_ranks_wait_in_every_layer(
+def test_cuts_are_priced_and_work_is_levelled_unless_ranks_wait_in_every_layer(
     slack: int, training: Training | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only then does dealing count what cutting costs, and only then are tokens moved afterwards."""
-    request = asked([30_000] * 12, 2, training)
+    """With slack, a placement that is not levelled is a candidate too."""
+    request = asked([*[30_000] * 12, *[4000] * 100], 2, training)
     priced = price_documents(request, [])
     dear = replace(priced, cut=10 * int(priced.load[0]) // 30_000)
     found = [find_pieces(request, each, 1, slack, True, "few").pieces for each in (priced, dear)]
-    levels = slack == 0 and training is None
-    assert np.array_equal(found[0].matrix(), found[1].matrix()) == (not levels)
+    assert np.array_equal(found[0].matrix(), found[1].matrix()) == (training is not None)
     calls: list[Pieces] = []
 
     def level(request: Request, priced: PricedDocuments, pieces: Pieces, placement: Placement) -> Pieces:
         calls.append(pieces)
-        return pieces
+        return replace(pieces, hi=pieces.hi.copy())
 
     monkeypatch.setattr(import_module("flexcp.planners.groups.groups"), "level", level)
-    groups(replace(request, argument=f"team=1+slack={slack}+long=poured"))
-    assert len(calls) == (LEVELLINGS if levels else 0)
+    placements = all_groupings(replace(request, argument=f"team=1+slack={slack}+long=poured"))
+    assert len(calls) == (0 if training else LEVELLINGS) and len(placements) == 1  # levelling changed nothing
+    calls.clear()
+    assert "level=no" in groups(replace(request, argument=f"team=1+slack={slack}+long=poured+level=no")).note
+    assert not calls
+    assert "level=yes" in groups(replace(request, argument=f"team=1+slack={slack}+long=poured+level=yes")).note
+    assert len(calls) == LEVELLINGS
+
+
+def test_nodes_know_what_the_documents_that_their_ranks_must_cut_cost_more() -> None:
+    """Nodes have two ranks. The long document is more than one of them should take, but not more than a node. If cutting
+    it costs something, its node gets fewer tokens of others.
+    """
+    request = asked([40_000, *[5_000] * 26], 2, None, ranks=2)
+    priced = price_documents(request, [])
+    dear = replace(priced, cut=int(priced.load[0]) // 40_000 // 4)
+    kept = []
+    for each in (replace(priced, cut=0), dear):
+        pieces = find_pieces(request, each, 1, 2, False, "few").pieces
+        node = pieces.first[pieces.document == 0][0] // 2
+        kept.append(int(((pieces.hi - pieces.lo) * (pieces.first // 2 == node)).sum()))
+    assert kept[1] < kept[0]
 
 
 def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:

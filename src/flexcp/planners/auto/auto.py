@@ -62,7 +62,7 @@ from flexcp.simulator.training import Models, pass_models, simulate, simulated_s
 
 DEFAULT_EFFORT = 16
 """How many candidates may be placed if the request does not say."""
-MOST_SIMULATED = 5
+MOST_SIMULATED = 12
 """How many candidates are simulated at most, apart from the best static ones."""
 MANY_REGIONS = 150_000
 """With more regions than this, a static method is not priced in closed form before it is simulated.

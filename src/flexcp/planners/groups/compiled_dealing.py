@@ -2,7 +2,7 @@
 
 An *item* is a row of a table with the columns below: the part of a document from ``LO`` to ``HI`` of its tokens, as if
 all its tokens had the same load (:mod:`flexcp.planners.groups.rows` chooses the actual rows). ``SHARED`` is 1 if other
-items have the rest of the document.
+items have the rest of the document. ``EXTRA`` is the load that a token of a whole item gains when the item is cut.
 
 ``pace`` is the speed of a bin relative to the mean bin, in 1/1024. All numbers are integers, so the result is the same
 on every machine.
@@ -15,8 +15,8 @@ import numpy as np
 from flexcp.arrays.compiled_sort import stable_order
 from flexcp.arrays.jit import compiled, compiled_leaf
 
-DOC, LO, HI, LOAD, ATTENTION, SHARED, BIN = range(7)
-COLUMNS = 7
+DOC, LO, HI, LOAD, ATTENTION, SHARED, BIN, EXTRA = range(8)
+COLUMNS = 8
 PACE = 1024
 """The pace of a bin of mean speed."""
 PARTS = 1 << 30
@@ -25,7 +25,7 @@ HUGE = 1 << 62
 
 
 @compiled
-def deal(items, pace, slack, poured, room, extra):
+def deal(items, pace, slack, poured, room, times):
     """Return the items with their bins, cut where needed so that no bin takes more than 1/``slack`` above the mean.
 
     ``pace`` is the speed of each bin. ``room`` is the most tokens that a bin should keep, 0 for no limit: a whole item
@@ -38,7 +38,7 @@ def deal(items, pace, slack, poured, room, extra):
     attention and tokens are both even, because bins that share a document wait for each other in every layer. In the
     end, the slowest bin gives parts of items to the fastest, until all are within the limit.
 
-    ``extra`` is the load that a token of a whole item gains when the item is cut.
+    A cut item gains its extra load ``times`` times.
     """
     bins = len(pace)
     even, limit, enough = limit_of(items, bins, slack)
@@ -48,9 +48,9 @@ def deal(items, pace, slack, poured, room, extra):
     found = np.zeros((len(items) + 4 * bins, COLUMNS), np.int64)
     group = np.arange(bins)
     if enough or not poured:
-        start = in_groups(items, order, limit, pace, group, found, extra)
+        start = in_groups(items, order, limit, pace, group, found, times)
     else:
-        start = laid_end_to_end(items, order, limit, pace, found, extra)
+        start = laid_end_to_end(items, order, limit, pace, found, times)
     used = start
     group_load, group_pace, left = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     for b in range(bins):
@@ -72,10 +72,10 @@ def deal(items, pace, slack, poured, room, extra):
                     best, least = g, time
         group_load[best] += items[i, LOAD]
         left[best] -= tokens
-        write_part(found, used, items[i], 0, tokens, best, extra)
+        write_part(found, used, items[i], 0, tokens, best, times)
         used += 1
     inside_groups(found, start, used, group, pace)
-    used = cut_borders(found, used, pace, slack, limit, extra)
+    used = cut_borders(found, used, pace, slack, limit, times)
     return found[:used]
 
 
@@ -142,13 +142,13 @@ def tokens_with(load, tokens, whole):
 
 
 @compiled_leaf
-def write_part(found, at, item, first, last, b, extra):
+def write_part(found, at, item, first, last, b, times):
     """Write tokens ``first`` to ``last`` (exclusive) of an item as item ``at`` of ``found``, in bin ``b``.
 
-    Tokens are counted from the item's own beginning. ``extra`` is as in :func:`deal`.
+    Tokens are counted from the item's own beginning. ``times`` is as in :func:`deal`.
     """
     tokens = item[HI] - item[LO]
-    more = extra * (last - first) if item[SHARED] == 0 and last - first < tokens else 0
+    more = times * item[EXTRA] * (last - first) if item[SHARED] == 0 and last - first < tokens else 0
     found[at, DOC] = item[DOC]
     found[at, LO] = item[LO] + first
     found[at, HI] = item[LO] + last
@@ -156,20 +156,22 @@ def write_part(found, at, item, first, last, b, extra):
     found[at, ATTENTION] = share_of(item[ATTENTION], last, tokens) - share_of(item[ATTENTION], first, tokens) + more
     found[at, SHARED] = 1 if item[SHARED] == 1 or last - first < tokens else 0
     found[at, BIN] = b
+    found[at, EXTRA] = item[EXTRA]
 
 
 @compiled
-def in_groups(items, order, limit, pace, group, found, extra):
+def in_groups(items, order, limit, pace, group, found, times):
     """Write every long item in parts over a group of bins of its own; return the number of parts.
 
     Parts are in proportion to the paces of bins. ``group[bin]`` becomes the first bin of the group that the bin belongs
-    to. ``extra`` is as in :func:`deal`.
+    to. ``times`` is as in :func:`deal`.
     """
+    sizes = group_sizes(items, limit, len(pace))
     used, begin = 0, 0
     for i in order:
         if items[i, LOAD] <= limit:
             break
-        size, tokens, whole, before = -(-items[i, LOAD] // limit), items[i, HI] - items[i, LO], 0, 0
+        size, tokens, whole, before = sizes[i], items[i, HI] - items[i, LO], 0, 0
         for b in range(begin, begin + size):
             whole += pace[b]
         for b in range(begin, begin + size):
@@ -178,17 +180,44 @@ def in_groups(items, order, limit, pace, group, found, extra):
             before += pace[b]
             last = tokens * before // whole
             if first < last:
-                write_part(found, used, items[i], first, last, b, extra)
+                write_part(found, used, items[i], first, last, b, times)
                 used += 1
         begin += size
     return used
 
 
 @compiled
-def laid_end_to_end(items, order, limit, pace, found, extra):
+def group_sizes(items, limit, bins):
+    """Return how many bins the group of each long item has.
+
+    Each has as many as it needs. While another bin for the group with the heaviest bins leaves the other bins, which
+    are for all other items, less load than those have on average, the group gets it.
+    """
+    sizes = np.zeros(len(items), np.int64)
+    left, others = bins, 0
+    for i in range(len(items)):
+        if items[i, LOAD] > limit:
+            sizes[i] = -(-items[i, LOAD] // limit)
+            left -= sizes[i]
+        else:
+            others += items[i, LOAD]
+    while left > (others > 0):
+        most, heaviest = 0, -1
+        for i in range(len(items)):
+            if sizes[i] > 0 and items[i, LOAD] // sizes[i] > most:
+                most, heaviest = items[i, LOAD] // sizes[i], i
+        if heaviest < 0 or others > most * (left - 1):
+            break
+        sizes[heaviest] += 1
+        left -= 1
+    return sizes
+
+
+@compiled
+def laid_end_to_end(items, order, limit, pace, found, times):
     """Write the long items one after the other over the bins; return the number of parts.
 
-    Each bin is filled up to the limit, times its pace. ``extra`` is as in :func:`deal`.
+    Each bin is filled up to the limit, times its pace. ``times`` is as in :func:`deal`.
     """
     used, b = 0, 0
     room = limit * pace[0] // PACE
@@ -201,7 +230,7 @@ def laid_end_to_end(items, order, limit, pace, found, extra):
             last = tokens
             if left > room and b < len(pace) - 1:
                 last = min(tokens, first + max(1, tokens_with(max(room, 0), tokens, items[i, LOAD])))
-            write_part(found, used, items[i], first, last, b, extra)
+            write_part(found, used, items[i], first, last, b, times)
             room -= found[used, LOAD]
             used += 1
             first = last
@@ -274,11 +303,11 @@ def spread_evenly(items, mine, pace, held, tokens):
 
 
 @compiled
-def cut_borders(found, used, pace, slack, limit, extra):
+def cut_borders(found, used, pace, slack, limit, times):
     """Move load from the slowest bin to the fastest until all are within the limit; return the number of items.
 
     The limit is at least 1/``slack`` above the mean load of bins. The load is cut from the shortest item that has
-    enough; if none has, the heaviest item moves as a whole. There are at most two moves for each bin. ``extra`` is as
+    enough; if none has, the heaviest item moves as a whole. There are at most two moves for each bin. ``times`` is as
     in :func:`deal`.
     """
     bins = len(pace)
@@ -315,8 +344,8 @@ def cut_borders(found, used, pace, slack, limit, extra):
             found[best, BIN] = early
             load[early] += item[LOAD]
         else:
-            write_part(found, best, item, 0, tokens - give, late, extra)
-            write_part(found, used, item, tokens - give, tokens, early, extra)
+            write_part(found, best, item, 0, tokens - give, late, times)
+            write_part(found, used, item, tokens - give, tokens, early, times)
             load[late] += found[best, LOAD]
             load[early] += found[used, LOAD]
             used += 1

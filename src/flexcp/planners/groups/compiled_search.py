@@ -22,10 +22,10 @@ from flexcp.planners.groups.compiled_dealing import (
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
 
-NODE, TEAM, SLACK, POURED, SPLIT, ROOM, LINEAR, EXCHANGE, EXTRA = range(9)
+NODE, TEAM, SLACK, POURED, SPLIT, ROOM, LINEAR, EXCHANGE = range(8)
 """The settings of :func:`deal_to_ranks`: the ranks of a node and of a team, 1 over the share that a unit may be above
 the mean, whether long items are poured, which items are split by heads, the most tokens of a rank (0: no limit), and
-the costs of a token outside attention, of a split token, and what a token of an item costs more if the item is cut.
+the costs of a token outside attention and of a split token.
 """
 FEW, ALL, ONLY_SHARED = range(3)
 """The items that a team splits by heads: as few as are needed, all, or only those that other teams share."""
@@ -105,10 +105,8 @@ def dealt(items, speeds, size, settings):
     if units == 1:
         begins[1] = len(items)
         return items.copy(), begins, False
-    room, extra = settings[ROOM] * size, settings[EXTRA]
-    if size > 1 and settings[SPLIT] == ONLY_SHARED:
-        extra *= PASSES_OF_SHARED
-    table = deal(items.copy(), paces(speeds, size), settings[SLACK], settings[POURED] == 1, room, extra)
+    times = PASSES_OF_SHARED if size > 1 and settings[SPLIT] == ONLY_SHARED else 1
+    table = deal(items, paces(speeds, size), settings[SLACK], settings[POURED] == 1, settings[ROOM] * size, times)
     for i in range(len(table)):
         begins[table[i, BIN] + 1] += 1
     for unit in range(units):

@@ -19,14 +19,14 @@ loop:
    except for those that were cut in steps 1 and 2 and for the heaviest ones, as many as are needed to make attention
    even: these are split by heads over the whole team, and any of its ranks may keep their rows. With teams of one rank,
    step 2 has already found the rank.
-4. Without slack (``slack=0``), ranks that share documents give each other tokens of them until their exactly counted
-   work is even (:mod:`flexcp.planners.groups.levelling`), unless ranks wait for each other in every layer anyway.
+4. Levelling: ranks that share documents give each other tokens of them until their exactly counted work is even
+   (:mod:`flexcp.planners.groups.levelling`).
 
 Groups are balanced by *load*, attention and the rest of the layer together. Ranks inside a group are balanced in
 attention and in tokens separately: they wait for each other's keys in every layer, so less attention on a rank cannot
 make up for more tokens.
 
-*Settings.* ``groups:team=8+slack=12+long=poured+split=all``:
+*Settings.* ``groups:team=8+slack=12+long=poured+split=all+level=yes``:
 
 - ``team``: the ranks of a team.
 - ``slack``: how many per cent a unit may be above the mean before documents are cut for it; 0 stands for a quarter of
@@ -40,13 +40,14 @@ make up for more tokens.
   With ``keys``, it splits the same documents, but divides their keys instead of their heads
   (:mod:`flexcp.planners.groups.key_regions`). This is faster if few KV heads and slow links make keys that cross nodes,
   and their gradients, the slowest part.
+- ``level``: whether step 4 follows. Even work is not always faster: where transfers take the time, they can get longer.
 
-For ``team``, ``slack`` and ``long``, values that are not given are searched, as far as an estimate of their time does
-not rule them out; the placement with the least predicted time, including copies, is taken
-(:mod:`flexcp.planners.price`). Teams of one rank are searched only if there are too
-few KV heads for a team as large as a node, or if ranks have different speeds, because the prediction is too optimistic
-about transfers by rows. The event simulator compares settings better: ``auto`` uses :func:`all_groupings` for each of
-:func:`searched_settings`. A placement takes a few milliseconds.
+For ``team``, ``slack``, ``long`` and ``level``, values that are not given are searched, as far as an estimate of their
+time does not rule them out; the placement with the least predicted time, including copies, is taken
+(:mod:`flexcp.planners.price`). Teams of one rank are searched only if there are too few KV heads for a team as large as
+a node, or if ranks have different speeds, because the prediction is too optimistic about transfers by rows. The event
+simulator compares settings better: ``auto`` uses :func:`all_groupings` for each of :func:`searched_settings`. A
+placement takes a few milliseconds.
 
 The token cap is always kept, and with equal tokens, pads cost at most 1/64 of the step
 (:mod:`flexcp.planners.groups.rows`).
@@ -84,10 +85,10 @@ CLEARLY_LONGER = 5
 WORTH_CUTTING = 400
 """A slack below the usual one is only tried if the estimated time is shorter by more than one part in this many."""
 LEVELLINGS = 2
-"""How often the work of ranks is counted and levelled without slack."""
+"""How often the work of ranks is counted and levelled."""
 FEW_RANKS = 4
 """On several nodes, ``auto`` also tries teams of one rank if the heaviest document needs at most this many ranks."""
-WORDS = {"long": ("whole", "poured"), "split": SPLITS}
+WORDS = {"long": ("whole", "poured"), "split": SPLITS, "level": ("no", "yes")}
 """The values of the settings that are words and not numbers."""
 
 
@@ -99,6 +100,7 @@ class Settings:
     slack: int = USUAL_SLACK
     long: str = "whole"
     split: str = "few"
+    level: str = "no"
 
     def __str__(self) -> str:
         return "+".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -123,25 +125,42 @@ def all_groupings(request: Request) -> list[Placement]:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
     refuse_over_cap(request)
-    tried = _settings(request)
+    given = _given(request)
+    tried = _settings(request, given)
     by_keys = tried[0].split == "keys"
     priced = price_documents(request, sorted({each.team for each in tried}), by_keys)
     placements: list[Placement] = []
     for each, pieces in _worth_placing(request, priced, tried):
-        placement = place_pieces(request, priced, pieces, by_keys)
-        for _ in range(LEVELLINGS if each.slack == 0 and _levels(request) else 0):
-            pieces = level(request, priced, pieces, placement)
-            placement = place_pieces(request, priced, pieces, by_keys)
-        placements.append(replace(placement, note=_note(placement, each)))
+        levels = (given["level"],) if "level" in given else _levels(request, each.slack)
+        placements += _placed(request, priced, pieces, each, levels)
     return placements
 
 
-def _levels(request: Request) -> bool:
-    """Return whether exact levelling is worth it.
+def _placed(
+    request: Request, priced: PricedDocuments, pieces: Pieces, settings: Settings, levels: tuple[str, ...]
+) -> Iterator[Placement]:
+    """Yield the placement of pieces for each of some values of ``level``; none if levelling changes nothing."""
+    by_keys = settings.split == "keys"
+    placement = place_pieces(request, priced, pieces, by_keys)
+    if "no" in levels:
+        yield replace(placement, note=_note(placement, settings))
+    if "yes" in levels:
+        before = pieces
+        for _ in range(LEVELLINGS):
+            pieces = level(request, priced, pieces, placement)
+            placement = place_pieces(request, priced, pieces, by_keys)
+        if "no" not in levels or not _same(pieces, before):
+            yield replace(placement, note=_note(placement, replace(settings, level="yes")))
 
-    It is not if ranks wait for each other in every layer, and very many documents are even without it.
+
+def _levels(request: Request, slack: int) -> tuple[str, ...]:
+    """Return the values of ``level`` worth trying for a slack.
+
+    Levelling is not worth it if ranks wait for each other in every layer, and very many documents are even without it.
     """
-    return not coupled(request) and request.batch.documents <= MANY_DOCUMENTS
+    if coupled(request) or request.batch.documents > MANY_DOCUMENTS:
+        return ("no",)
+    return ("no", "yes") if slack > 0 else ("yes",)
 
 
 def _worth_placing(
@@ -178,12 +197,12 @@ def _same(a: Pieces, b: Pieces) -> bool:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _settings(request: Request) -> list[Settings]:
-    """Return the settings to try: all combinations worth trying of what the request's argument leaves open.
+def _settings(request: Request, given: dict[str, str]) -> list[Settings]:
+    """Return the settings to try: all combinations worth trying of those that are not ``given``.
 
-    ``split`` is not varied: it is ``few`` unless given.
+    ``split`` is not varied: it is ``few`` unless given. ``level`` is left at its default, because it changes nothing
+    before documents are placed.
     """
-    given = _given(request)
     split = given.get("split", Settings.split)
     sizes = team_sizes_by_keys(request) if split == "keys" else team_sizes(request)
     teams = [int(given["team"])] if "team" in given else sizes

@@ -31,6 +31,12 @@ LIGHTER = 2
 """The number of weights below ``WHOLE`` that are tried."""
 LEVEL = 400
 """Without slack, a unit may be one part in this many above the mean."""
+PASSES_OF_CUT = 2
+"""With slack, how often the rows of a cut document are passed more often than those of a whole one.
+
+They are passed again for keys that arrive, and what arrives is copied and slows down the work beside it. Without slack,
+where levelling by exact work decides, they count as passed once more.
+"""
 SPLITS = ("few", "all", "shared", "keys")
 """The values of ``split``: the order of :mod:`flexcp.planners.groups.compiled_search`, then ``keys``.
 
@@ -59,7 +65,7 @@ def find_pieces(request: Request, priced: PricedDocuments, team: int, slack: int
     ``team``, ``slack``, ``poured`` (``long``) and ``split`` are the settings, as in
     :mod:`flexcp.planners.groups.groups`.
     """
-    from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, DOC, HI, LO, LOAD
+    from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, DOC, EXTRA, HI, LO, LOAD
     from flexcp.planners.groups.compiled_search import deal_to_ranks
 
     items = np.zeros((request.batch.documents, COLUMNS), np.int64)
@@ -68,15 +74,18 @@ def find_pieces(request: Request, priced: PricedDocuments, team: int, slack: int
     items[:, ATTENTION] = priced.attention
     speeds = np.array(request.cluster.rank_speeds, np.int64)
     node, room = request.cluster.ranks_per_node, request.token_cap or 0
-    costs = (priced.token, priced.exchange.get(team, 0), 0 if slack or coupled(request) else priced.cut)
     parts = max(1, 100 // slack) if slack else LEVEL
     which = SPLITS.index("shared" if split == "keys" else split)
-    settings = np.array([node, team, parts, poured, which, room, *costs], np.int64)
+    if not coupled(request) and (team == 1 or slack == 0):
+        items[:, EXTRA] = priced.cut * (PASSES_OF_CUT if slack else 1)
+    settings = np.array([node, team, parts, poured, which, room, priced.token, priced.exchange.get(team, 0)], np.int64)
     forward = forward_share(request)
     found: list[tuple[int, int, Ints, Ints]] = []
     pours = False
     for weight in _weights(request, team, forward):
         items[:, LOAD] = np.maximum(priced.load - priced.attention * (WHOLE - weight) // WHOLE, 1)
+        if team == 1:
+            _price_as_cut(items, request.ranks, parts)
         table, where, times, short = deal_to_ranks(items, speeds, settings)
         pours |= bool(short)
         found.append((_step_time(times, forward, request.batch.layers), len(found), table, where))
@@ -85,6 +94,21 @@ def find_pieces(request: Request, priced: PricedDocuments, team: int, slack: int
     table, where = table[order], where[order]
     pieces = Pieces(where[:, 0], where[:, 1], table[:, DOC], table[:, LO], table[:, HI])
     return Found(_joined(pieces), time, pours)
+
+
+def _price_as_cut(items: Ints, ranks: int, parts: int) -> None:
+    """Add what cutting costs to the loads of items too large for a rank, so that nodes that get them know it.
+
+    A rank may be one part in ``parts`` above the mean.
+    """
+    from flexcp.planners.groups.compiled_dealing import ATTENTION, EXTRA, HI, LOAD
+
+    even = int(items[:, LOAD].sum()) // ranks
+    long = items[:, LOAD] > even + even // parts
+    more = np.where(long, items[:, EXTRA] * items[:, HI], 0)
+    items[:, LOAD] += more
+    items[:, ATTENTION] += more
+    items[long, EXTRA] = 0
 
 
 def coupled(request: Request) -> bool:
