@@ -22,8 +22,8 @@ from flexcp.planners.groups.compiled_dealing import ATTENTION, COLUMNS, HI, LO, 
 from flexcp.planners.groups.compiled_search import deal_to_ranks
 from flexcp.planners.groups.groups import LEVELLINGS, Settings, _worth_placing, all_groupings, groups
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
-from flexcp.planners.groups.rows import Pieces
-from flexcp.planners.groups.search import Found, find_pieces, forward_share
+from flexcp.planners.groups.rows import Pieces, place_pieces
+from flexcp.planners.groups.search import Found, _small_parts_last, find_pieces, forward_share
 from flexcp.planners.request import Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.step_parts import Training
@@ -128,8 +128,8 @@ def test_cuts_are_priced_and_work_is_levelled_unless_ranks_wait_in_every_layer(
 
 
 def test_nodes_know_what_the_documents_that_their_ranks_must_cut_cost_more() -> None:
-    """Nodes have two ranks. The long document is more than one of them should take, but not more than a node. If cutting
-    it costs something, its node gets fewer tokens of others.
+    """Nodes have two ranks. The long document is more than a rank should take, but not more than a node. If cutting it
+    costs something, its node gets fewer tokens of others.
     """
     request = asked([40_000, *[5_000] * 26], 2, None, ranks=2)
     priced = price_documents(request, [])
@@ -140,6 +140,31 @@ def test_nodes_know_what_the_documents_that_their_ranks_must_cut_cost_more() -> 
         node = pieces.first[pieces.document == 0][0] // 2
         kept.append(int(((pieces.hi - pieces.lo) * (pieces.first // 2 == node)).sum()))
     assert kept[1] < kept[0]
+
+
+def test_nodes_and_ranks_that_have_little_of_a_document_get_its_last_pieces() -> None:
+    """Document 0 has 300 tokens on node 0, 1,000 on node 1 and 995, which is as good as equal, on node 2."""
+    rows = [(0, 100), (1, 200), (2, 400), (3, 600), (4, 500), (5, 495)]
+    stop = np.cumsum([tokens for _, tokens in rows]).tolist()
+    table = [(rank, 1, 0, end - tokens, end) for (rank, tokens), end in zip(rows, stop, strict=True)]
+    pieces = Pieces(*np.array([*table, (1, 1, 1, 0, 50), (0, 1, 1, 50, 90)], np.int64).T)
+    found = _small_parts_last(pieces, 2)
+    assert found.first.tolist() == [3, 2, 4, 5, 1, 0, 1, 0]
+    assert (found.hi - found.lo).tolist() == [600, 400, 500, 495, 200, 100, 50, 40]
+    assert found.lo.tolist() == [0, 600, 1000, 1500, 1995, 2195, 0, 50]
+
+
+def test_ranks_that_compute_little_of_a_document_receive_little_of_it() -> None:
+    """Four ranks of node 0 and one of node 1 share a document. With the first rows that one would have the last, too."""
+    request = asked([30_000], 2, None, ranks=4)
+    table = [(rank, 1, 0, 6000 * at, 6000 * (at + 1)) for at, rank in enumerate((4, 0, 1, 2, 3))]
+    pieces = Pieces(*np.array(table, np.int64).T)
+    received = []
+    for each in (pieces, _small_parts_last(pieces, 4)):
+        placement = place_pieces(request, price_documents(request, []), each)
+        plan = make_plan(placement, request.shape, request.cluster, request.cost, "groups")
+        received.append(int(plan.bytes(False)[:, 4].sum()))
+    assert received[1] < 0.6 * received[0]
 
 
 def test_the_forward_has_two_of_seven_products_at_equal_efficiency() -> None:

@@ -13,7 +13,8 @@ loop:
 1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is too much work for one node gets a
    group of nodes, as few as possible, and is cut by rows into equal parts over it. All others stay whole and go
    heaviest first to the group that then finishes first. Remaining differences are evened out by cuts: the slowest node
-   gives part of a short document to the fastest. So only what must cross nodes does.
+   gives part of a short document to the fastest. So only what must cross nodes does. Nodes that compute least of a
+   document get rows that read few keys (:func:`flexcp.planners.groups.search.find_pieces`).
 2. Teams of a node, by the same loop: a document is on one team, or cut by rows over several.
 3. Ranks of a team (:func:`~flexcp.planners.groups.compiled_team.split_by_heads`). Documents stay whole on one rank,
    except for those that were cut in steps 1 and 2 and for the heaviest ones, as many as are needed to make attention

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.planners.groups.priced_documents import PricedDocuments, million_pairs_ns
-from flexcp.planners.groups.rows import Pieces
+from flexcp.planners.groups.rows import CLOSE_TO_EVEN, Pieces
 from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
@@ -93,7 +93,7 @@ def find_pieces(request: Request, priced: PricedDocuments, team: int, slack: int
     order = np.lexsort((table[:, LO], table[:, DOC]))
     table, where = table[order], where[order]
     pieces = Pieces(where[:, 0], where[:, 1], table[:, DOC], table[:, LO], table[:, HI])
-    return Found(_joined(pieces), time, pours)
+    return Found(_small_parts_last(_joined(pieces), node), time, pours)
 
 
 def _price_as_cut(items: Ints, ranks: int, parts: int) -> None:
@@ -144,6 +144,32 @@ def _weights(request: Request, team: int, forward: int) -> list[int]:
         return [WHOLE]
     least = min(WHOLE, forward * WHOLE // TOKENS_FORWARD)
     return [WHOLE - (WHOLE - least) * step // LIGHTER for step in range(LIGHTER + 1)]
+
+
+def _small_parts_last(pieces: Pieces, node: int) -> Pieces:
+    """Return the pieces with those of each document in another order: nodes that have most of it come first.
+
+    Inside a node, the largest pieces come first. The last pieces get the middle rows of a zig-zag, which read the
+    fewest keys, so ranks that compute little of a document also receive little of it. ``node`` is the number of ranks
+    of a node.
+    """
+    tokens, at = pieces.hi - pieces.lo, pieces.first // node
+    _, of_node = np.unique(pieces.document * (1 + int(at.max())) + at, return_inverse=True)
+    share = np.bincount(of_node, tokens).astype(np.int64)[of_node]
+    order = np.lexsort(
+        (pieces.lo, _below_largest(tokens, of_node), at, _below_largest(share, pieces.document), pieces.document)
+    )
+    pieces, tokens = pieces.take(order), tokens[order]
+    stop = np.cumsum(tokens)
+    begin = (stop - tokens)[np.searchsorted(pieces.document, pieces.document)]
+    return replace(pieces, lo=stop - tokens - begin, hi=stop - begin)
+
+
+def _below_largest(amount: Ints, of: Ints) -> Ints:
+    """Return how far each amount is below the largest of its group ``of``, in parts that are close to even."""
+    largest = np.zeros(int(of.max()) + 1, np.int64)
+    np.maximum.at(largest, of, amount)
+    return (largest[of] - amount) * CLOSE_TO_EVEN // largest[of]
 
 
 def _joined(pieces: Pieces) -> Pieces:
