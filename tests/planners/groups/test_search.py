@@ -155,7 +155,7 @@ def test_nodes_and_ranks_that_have_little_of_a_document_get_its_last_pieces() ->
 
 
 def test_ranks_that_compute_little_of_a_document_receive_little_of_it() -> None:
-    """Four ranks of node 0 and one of node 1 share a document. With the first rows that one would have the last, too."""
+    """Four ranks of node 0 and one of node 1 share a document. If that one had the first rows, it had the last too."""
     request = asked([30_000], 2, None, ranks=4)
     table = [(rank, 1, 0, 6000 * at, 6000 * (at + 1)) for at, rank in enumerate((4, 0, 1, 2, 3))]
     pieces = Pieces(*np.array(table, np.int64).T)

@@ -75,8 +75,12 @@ from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_to
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
-SLACKS = (1, 2, 12, 25)
-"""The values of ``slack`` that are tried, in per cent above the mean."""
+SLACKS = (1, 2, 12)
+"""The values of ``slack`` that are tried over several nodes, in per cent above the mean."""
+SLACKS_ALONE = (1, 2, 6, 12, 25)
+"""The same if layers consist of attention alone."""
+SLACKS_OF_A_NODE = (2, 12, 25)
+"""The same on a single node, where the smallest is not worth the time of trying it."""
 SLACKS_BY_KEYS = (0, 2, 12)
 """The same if teams divide keys."""
 USUAL_SLACK = 2
@@ -220,14 +224,13 @@ def _settings(request: Request, given: dict[str, str]) -> list[Settings]:
 def _slacks(request: Request, split: str) -> tuple[int, ...]:
     """Return the values of ``slack`` worth trying, in per cent above the mean.
 
-    The largest is only worth it if exchanges are expensive compared with the work. On several nodes, this is so only if
-    layers consist of attention alone. On one node, the smallest is not worth the time of trying it.
+    More cuts cost more where exchanges are expensive compared with the work, so larger slacks are tried there.
     """
     if split == "keys":
         return SLACKS_BY_KEYS
     if request.cluster.nodes == 1:
-        return SLACKS[1:]
-    return SLACKS if request.cost.attention_alone(request.shape) else SLACKS[:-1]
+        return SLACKS_OF_A_NODE
+    return SLACKS_ALONE if request.cost.attention_alone(request.shape) else SLACKS
 
 
 def _given(request: Request) -> dict[str, str]:
