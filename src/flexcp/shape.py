@@ -127,6 +127,13 @@ class Shape:
         """Bytes of one number of a partial result, an LSE or a delta."""
         return 8 if self.dtype == "float64" else 4
 
+    def divides_over(self, parts: int) -> bool:
+        """Return whether heads can be divided over ``parts`` ranks.
+
+        Each has as many query heads, and KV heads of its own, or one that as many ranks share as any other.
+        """
+        return self.heads % parts == 0 and (self.kv_heads % parts == 0 or parts % self.kv_heads == 0)
+
     def kv_range(self, h0: Ints, h1: Ints) -> tuple[Ints, Ints]:
         """Return the range of KV heads that the query heads ``h0 <= h < h1`` read."""
         return h0 // self.queries_per_key, -(-h1 // self.queries_per_key)

@@ -79,7 +79,7 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
     else:  # the default model depends on the number of all heads, so it is made before they are divided
         divided = _divided_model(dense_model(shape), tp, 1) if tp > 1 else None
     nodes, gpus = _stage(cluster, pp, 0 if model is None else model.layers)
-    fits = [n for n in _divisors(gpus) if _divides_heads(shape, n)]
+    fits = [n for n in _divisors(gpus) if shape.divides_over(n)]
     if gpus % tp:
         where = f"{gpus} GPUs that a stage has on a node" if pp > 1 else f"{gpus} GPUs of a node"
         raise ValueError(
@@ -150,18 +150,13 @@ def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shap
 
     The error lists the degrees ``fits``, by default all that divide the heads.
     """
-    if not _divides_heads(shape, tp):
-        fits = fits or [n for n in _divisors(shape.heads) if _divides_heads(shape, n)]
+    if not shape.divides_over(tp):
+        fits = fits or [n for n in _divisors(shape.heads) if shape.divides_over(n)]
         raise ValueError(
             f"tp={tp} does not divide {shape.heads} query and {shape.kv_heads} KV heads evenly (KV heads fewer than tp "
             f"are replicated, where tp is a multiple of them); use one of {fits}"
         )
     return replace(shape, heads=shape.heads // tp, kv_heads=max(1, shape.kv_heads // tp))
-
-
-def _divides_heads(shape: Shape, tp: int) -> bool:
-    """Return whether ``tp`` divides query and KV heads evenly, or each rank can have a copy of one KV head."""
-    return shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
 
 
 def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None) -> Model:

@@ -72,7 +72,6 @@ from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.groups.search import MANY_DOCUMENTS, SPLITS, coupled, find_pieces
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_tolerances
-from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 SLACKS = (1, 2, 12)
@@ -272,13 +271,7 @@ def _possible_teams(request: Request, by_keys: bool = False) -> list[int]:
     node, shape = request.cluster.ranks_per_node, request.shape
     if shape.latent is not None:
         return [1]
-    return [u for u in range(1, node + 1) if node % u == 0 and (by_keys or _divides_heads(shape, u))]
-
-
-def _divides_heads(shape: Shape, team: int) -> bool:
-    """Return whether the query heads and KV heads can be divided over a team of this size."""
-    keys = shape.kv_heads
-    return shape.heads % team == 0 and (keys % team == 0 or team % keys == 0)
+    return [u for u in range(1, node + 1) if node % u == 0 and (by_keys or shape.divides_over(u))]
 
 
 def team_sizes(request: Request) -> list[int]:

@@ -148,8 +148,7 @@ def _head_splits(cluster: Cluster, shape: Shape) -> list[int]:
 
 def _splits_heads(shape: Shape, split: int) -> bool:
     """Return whether query heads and KV heads can be split into ``split`` groups: never with latents."""
-    divides = shape.heads % split == 0 and (shape.kv_heads % split == 0 or split % shape.kv_heads == 0)
-    return divides and shape.latent is None
+    return shape.divides_over(split) and shape.latent is None
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------

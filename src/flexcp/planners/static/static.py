@@ -259,18 +259,13 @@ def _degree(request: Request, name: str, splits_heads: bool = False) -> int:
         shape = request.shape
         fits = [d for d in range(1, request.ranks + 1) if request.ranks % d == 0]
         if splits_heads:
-            fits = [d for d in fits if shape.heads % d == 0 and _splits_kv_heads(shape, d)]
+            fits = [d for d in fits if shape.divides_over(d)]
         if request.layout is not None:  # then groups of fewer ranks are refused
             fits = [d for d in fits if d == request.ranks]
         also = f" and split {shape.heads} query and {shape.kv_heads} KV heads" if splits_heads else ""
         out = f"degrees that do{also}: {fits}" if fits else "use blocks"
         raise Refused(f"{name}:{degree} does not divide the {request.ranks} ranks into groups; {out}")
     return degree
-
-
-def _splits_kv_heads(shape: Shape, split: int) -> bool:
-    """Return whether KV heads can be split into ``split`` groups, or each be given to as many groups as the others."""
-    return not shape.kv_heads % split or not split % shape.kv_heads
 
 
 def _check_split(shape: Shape, split: int, name: str) -> None:
@@ -280,7 +275,7 @@ def _check_split(shape: Shape, split: int, name: str) -> None:
             f"{name} splits {shape.heads} query heads over {split} ranks, which does not divide; "
             "use a divisor of the heads, usp, or a strategy that moves keys (zigzag, blocks)"
         )
-    if not _splits_kv_heads(shape, split):
+    if not shape.divides_over(split):
         raise Refused(
             f"{name} splits {shape.kv_heads} KV heads over {split} ranks; one must divide the other. "
             "Use usp, or a strategy that moves keys (zigzag, blocks)"
