@@ -188,25 +188,28 @@ def in_groups(items, order, limit, pace, group, found, times):
 
 @compiled
 def group_sizes(items, limit, bins):
-    """Return how many bins the group of each long item has.
+    """Return how many bins the group of each long item has; there must be enough of them.
 
     Each has as many as it needs. While another bin for the group with the heaviest bins leaves the other bins, which
     are for all other items, less load than those have on average, the group gets it.
     """
     sizes = np.zeros(len(items), np.int64)
+    long, count = np.empty(bins, np.int64), 0  # each long item needs at least one bin
     left, others = bins, 0
     for i in range(len(items)):
         if items[i, LOAD] > limit:
             sizes[i] = -(-items[i, LOAD] // limit)
             left -= sizes[i]
+            long[count] = i
+            count += 1
         else:
             others += items[i, LOAD]
-    while left > (others > 0):
-        most, heaviest = 0, -1
-        for i in range(len(items)):
-            if sizes[i] > 0 and items[i, LOAD] // sizes[i] > most:
-                most, heaviest = items[i, LOAD] // sizes[i], i
-        if heaviest < 0 or others > most * (left - 1):
+    while count > 0 and left > (others > 0):
+        heaviest = long[0]
+        for i in long[1:count]:
+            if items[i, LOAD] // sizes[i] > items[heaviest, LOAD] // sizes[heaviest]:
+                heaviest = i
+        if others > items[heaviest, LOAD] // sizes[heaviest] * (left - 1):
             break
         sizes[heaviest] += 1
         left -= 1
