@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests test-all loops kernels lint docs screenshots pictures counts verify-all planning trees trees-exact simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
+.PHONY: demo test tests test-all loops kernels lint docs screenshots pictures counts verify-all planning trees trees-exact simulator-speed training-thread auto groups regimes swap memory multimodal models experiments papers published trainers axolotl box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted faults soak coverage clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -89,6 +89,10 @@ groups: .venv/ready
 # auto against the best static method by regime, simulated; writes docs/results/regimes.md.
 regimes: .venv/ready
 	$(BIN)/python benchmarks/regimes.py --write docs/results/regimes.md
+
+# auto in a layout that it may not change, against static methods in it, simulated; writes docs/results/swap.md.
+swap: .venv/ready
+	$(BIN)/python benchmarks/swap.py --write docs/results/swap.md
 
 # What attention needs of a rank's memory, from plans; writes docs/results/memory.md.
 memory: .venv/ready

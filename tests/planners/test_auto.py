@@ -181,6 +181,27 @@ def test_a_plan_of_many_transfers_is_not_simulated_in_other_stages(monkeypatch: 
     assert "in other stages" not in auto_plan(asked).placement.note
 
 
+@pytest.mark.parametrize("layout", ["free", "contiguous", "zigzag"])
+def test_no_static_method_is_faster_than_its_bound(layout: str) -> None:
+    """The closed form is up to 1.5 % above the simulated time of methods that split heads: they may hide exchanges."""
+    for name in ("web", "longalign"):
+        lengths = draw_lengths(name, 8 * 32_768, 0)
+        asked = attention_only(request(lengths, machine=cluster("h100", 1, 8), shape=Shape(32, 8, 128, 128)))
+        asked = replace(asked, layout=user_layout(layout, asked.batch.tokens, asked.ranks))
+        found = [
+            each for each in find_candidates(asked, 16) if each.is_static and each.name in ("ulysses", "allgather")
+        ]
+        assert len(found) == 2
+        below = 0
+        for candidate in found:
+            assert candidate.closer_ns is not None
+            least = max(candidate.least_ns, candidate.optimistic(candidate.closer_ns()))
+            for price, events in simulated(asked, candidate):
+                assert least <= events and candidate.optimistic(price) <= events
+                below += events < price
+        assert below == 1 or name == "web"
+
+
 def test_equal_lengths_stay_static() -> None:
     note = auto(request([4096] * 8)).note
     assert note.startswith("dp: ") and "ms a step simulated" in note
@@ -448,7 +469,7 @@ def test_a_huge_static_schedule_is_left_out_unless_effort_is_high(
     monkeypatch: pytest.MonkeyPatch, tried: dict[str, list[str]]
 ) -> None:
     monkeypatch.setattr(import_module(MODULE), "LARGE", 0)
-    asked = request([64_000, 64_000])
+    asked = request([30_000, *[8000] * 5, *[200] * 200])
     large = {c.name for c in find_candidates(asked, HIGH_EFFORT) if c.is_static and c.transfers}
     auto(asked)
     assert "blocks" in tried["placed"] and not large & set(tried["placed"])

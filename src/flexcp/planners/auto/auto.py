@@ -52,7 +52,6 @@ from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
-from flexcp.planners.static.dealing import method_of
 from flexcp.planners.token_runs import check_queries_stay, check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
@@ -68,10 +67,6 @@ MANY_REGIONS = 150_000
 """With more regions than this, a static method is not priced in closed form before it is simulated.
 
 The closed form counts all regions and takes longer than the event simulator, which counts rings by position.
-"""
-OVERPRICED_PERMILLE = 20
-"""How much the closed form may overestimate the time of a placement on several nodes, per mille; that of ``blocks`` is
-taken as it is (see the lab notes).
 """
 NEAR_PERMILLE = 1008
 """Dynamic plans with at most this time, per mille of the fastest one's, are compared under wrong prices as well."""
@@ -199,14 +194,14 @@ class _Search:
                     self._pass_over(price, item)
             elif (self.placed < self.effort or not self.accepted) and self._may_simulate(item):
                 if item.closer_ns is not None:
-                    closer = max(item.least_ns, item.closer_ns())
+                    closer = max(item.least_ns, item.optimistic(item.closer_ns()))
                     heapq.heappush(queue, (closer, order, 0, replace(item, least_ns=closer, closer_ns=None)))
                     continue
                 self.placed += 1
                 variants = [(i, c) for i, c in numbered if c.variant_of == item.name]
                 for found in self._place(item):
                     self.accepted += 1
-                    heapq.heappush(queue, (self._least_ns(found), order, self.accepted, found))
+                    heapq.heappush(queue, (item.optimistic(found.ns), order, self.accepted, found))
                     for entry in [(max(c.least_ns, variant_ns(found.ns)), i, 0, c) for i, c in variants]:
                         heapq.heappush(queue, entry)
             else:
@@ -219,16 +214,6 @@ class _Search:
         if self.request.batch.documents > MANY_DOCUMENTS:
             return price * WORTH_TRYING < self.best.ns * (WORTH_TRYING - 1)
         return price < self.best.ns
-
-    def _least_ns(self, placed: _Placed) -> int:
-        """Return the least nanoseconds that the event simulator may find for a placement.
-
-        It is the price, on several nodes less what the closed form may overestimate.
-        """
-        exact = placed.candidate.is_static or method_of(placed.candidate.name) == "blocks"
-        if self.request.cluster.nodes == 1 or exact:
-            return placed.ns
-        return placed.ns - placed.ns * OVERPRICED_PERMILLE // 1000
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         """Return whether a candidate may be simulated.
