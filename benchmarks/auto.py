@@ -34,7 +34,6 @@ from itertools import repeat
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 
 from flexcp.clusters import cluster
 from flexcp.compare.compare import attention_only, planned
@@ -52,6 +51,7 @@ from flexcp.planners.strategies import find_strategy
 from flexcp.schedule.predict import lower_bound, predict
 from flexcp.simulator.bounds import pass_bounds
 from flexcp.simulator.training import simulate
+from lib.progress import tracked
 from simulated import Experiment, step_of, table
 
 MODEL = find_model("llama3-8b")
@@ -382,7 +382,7 @@ def main() -> None:
     cells: list[Cell] = []
     with ProcessPoolExecutor(asked.processes, multiprocessing.get_context("spawn")) as pool:
         found = pool.map(cells_of, (s for s, _ in wanted), (n for _, n in wanted), repeat(asked.seeds))
-        for some in track(found, "batches", len(wanted), console=console):
+        for some in tracked(found, "batches", len(wanted)):
             cells += some
     # Planning is timed when nothing else runs.
     planning = [] if asked.no_planning else planning_times(PLANNING, asked.lengths)

@@ -25,9 +25,6 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, attention_only, planned
 from flexcp.data.lengths import draw_lengths
@@ -37,6 +34,7 @@ from flexcp.schedule.predict import lower_bound
 from flexcp.shape import Shape
 from flexcp.simulator.bounds import pass_bounds
 from lib.lost_time import LostTime, lost_time
+from lib.progress import tracked
 from simulated import Experiment, step_of, table
 
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video", "half")
@@ -139,7 +137,7 @@ def main() -> None:
     found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
     parts: list[list[str]] = []
     cells = list(cells_of(asked.clusters, asked.seeds))
-    for cell in track(cells, "cells", console=Console(stderr=True)):
+    for cell in tracked(cells, "cells"):
         key = json.dumps(cell)
         if key not in known:
             known[key] = list(baselines_of(cell))

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 
 import flexcp
 import groups_by_keys
@@ -39,6 +38,7 @@ from flexcp.planners.static.bounds import static_methods
 from flexcp.schedule.predict import lower_bound, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
+from lib.progress import tracked
 
 SHAPE = Shape(32, 8, 128, 128)
 COST = CostModel()
@@ -98,7 +98,7 @@ def comparison() -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     averages = []
-    for preset in track(PRESETS, "groups", console=Console(stderr=True)):
+    for preset in tracked(PRESETS, "groups"):
         where = cluster(preset, 8, 8)
         for tokens in (8192, 32768):
             rows = []

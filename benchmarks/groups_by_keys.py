@@ -9,15 +9,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import track
-
 from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import STATIC
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.topology import topology
 from flexcp.planners.groups.groups import searched_by_keys, searched_settings
 from flexcp.shape import Shape
+from lib.progress import tracked
 from regimes_heads import FOUR, LENGTHS, TOKENS
 from simulated import Experiment, table
 
@@ -61,7 +59,7 @@ def section() -> list[str]:
     """Return the lines of the section: what its columns are, and a row for each setting and number of tokens."""
     cases = [(setting, tokens) for setting in SETTINGS for tokens in TOKENS]
     rows = []
-    for setting, tokens in track(cases, "keys", console=Console(stderr=True)):
+    for setting, tokens in tracked(cases, "keys"):
         gains = [gain(setting, tokens, name) for name in LENGTHS]
         faster = sum(one > 1 for one in gains)
         numbers = f"{statistics.geometric_mean(gains):.2f}", f"{min(gains):.2f}", f"{max(gains):.2f}"

@@ -18,11 +18,11 @@ from datetime import date
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 
 import flexcp
 from flexcp.arrays.totals import imbalance
 from flexcp.plan.plan import Plan
+from lib.progress import tracked
 from planning import BATCHES, MASKS
 
 TOLERANCE = 0.05
@@ -81,7 +81,7 @@ def table(cases: list[tuple[str, str, int]], repeats: int = REPEATS) -> list[str
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     ratios, seconds = [], []
-    for mask, batch, nodes in track(cases, "hypergraph", console=Console(stderr=True)):
+    for mask, batch, nodes in tracked(cases, "hypergraph"):
         b, h = (measured(strategy, mask, batch, nodes, repeats) for strategy in ("blocks", "hypergraph"))
         ratios.append(h.megabytes / b.megabytes)
         seconds.append(h.seconds)

@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
-from rich.console import Console
-from rich.progress import track
-
 from flexcp.compare.compare import NAMES, attention_only, planned
 from flexcp.cost import Contention, CostModel
 from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
 from flexcp.simulator.training import simulate
 from gap import LENGTHS, TOKENS, Cell, experiment_of
+from lib.progress import tracked
 from simulated import table
 
 SETTINGS = (
@@ -109,7 +107,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     wanted = list(islice(cells(), asked.first, asked.first + asked.cells))
-    found = [regret(*each) for each in track(wanted, "cells", console=Console(stderr=True))]
+    found = [regret(*each) for each in tracked(wanted, "cells")]
     rows = []
     for price in PRICES:
         for percent in WRONG_PERCENT:

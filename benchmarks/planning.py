@@ -30,7 +30,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import track
 
 import flexcp
 from flexcp.arrays.totals import imbalance
@@ -39,6 +38,7 @@ from flexcp.plan.placement import Traffic
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
+from lib.progress import tracked
 
 LONGTAIL = "5787 4139 11299 5632 2449 7864 26774 16834 1968 948 2185 5186 239 3698 972 1897 2422 3257 8392 19058 72"
 BATCHES = {"longtail": [int(n) for n in LONGTAIL.split()], "single": [131_072]}
@@ -131,7 +131,7 @@ def _yardstick(seeds: int) -> list[str]:
         "| mask | batch | ranks | blocks | DCP | across nodes | with relays | compute | tokens | planning ms |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (mask, batch, nodes), dcp in track(KNOWN.items(), "yardstick", console=Console(stderr=True)):
+    for (mask, batch, nodes), dcp in tracked(KNOWN.items(), "yardstick"):
         planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), strategy="blocks", **TOLERANCES)
         plan, ms = _timed(partial(planner, BATCHES[batch], MASKS[mask]))
         plan.check()
@@ -164,7 +164,7 @@ def _web(seeds: int) -> list[str]:
             planner = flexcp.Planner(64, 8, 128, cluster=where, strategy="blocks", **tolerances)
             rival = flexcp.Planner(64, 8, 128, cluster=where, strategy="minheap")
             rows = []
-            for seed in track(range(seeds), f"web {ranks} {'equal' if equal else ''}", console=Console(stderr=True)):
+            for seed in tracked(range(seeds), f"web {ranks} {'equal' if equal else ''}"):
                 lengths = draw_lengths("web", 8192 * ranks, seed)
                 how = "equal" if equal else "balanced"
                 plan, ms = _timed(partial(planner, lengths, tokens=how), repeats=3)
@@ -192,7 +192,7 @@ def _growth(seeds: int) -> list[str]:
         "| ranks | documents | transfers | blocks ms | auto ms | auto's plan, KB of tables | compressed |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for ranks in track((8, 32, 128, 256, 512, 1024), "growth", console=Console(stderr=True)):
+    for ranks in tracked((8, 32, 128, 256, 512, 1024), "growth"):
         lengths = draw_lengths("libra256k", 32_768 * ranks, 0)
         where = flexcp.cluster("h100", ranks // 8, 8)
         _, blocks_ms = _timed(partial(flexcp.Planner(64, 8, 128, cluster=where, strategy="blocks"), lengths), repeats=3)
@@ -218,7 +218,7 @@ def _many(seeds: int) -> list[str]:
     ]
     where = flexcp.cluster("h100", 8, 8)
     planners = [flexcp.Planner(64, 8, 128, cluster=where, strategy=name) for name in ("blocks", "auto")]
-    for count in track(MANY, "many", console=Console(stderr=True)):
+    for count in tracked(MANY, "many"):
         for name in ("web", "short and long"):
             lengths = _many_lengths(name, count)
             times = []

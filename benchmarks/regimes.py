@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD
 from flexcp.compare.static_choice import DEALINGS, fixed_static
@@ -30,6 +27,7 @@ from flexcp.models.topology import divided_preset, topology
 from flexcp.planners.static.dealing import method_of
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training
+from lib.progress import tracked
 from regimes_heads import LENGTHS, TOKENS, section
 from simulated import Experiment, row_of, step_of, table
 
@@ -141,7 +139,7 @@ def simulated_cell(regime: Regime, where: Cluster, lengths: str, tokens: int) ->
 
 def cells_of(regime: Regime) -> list[Cell]:
     cases = [(where, lengths, tokens) for where in regime.clusters for tokens in TOKENS for lengths in LENGTHS]
-    return [simulated_cell(regime, *case) for case in track(cases, regime.name, console=Console(stderr=True))]
+    return [simulated_cell(regime, *case) for case in tracked(cases, regime.name)]
 
 
 def summary(regimes: dict[Regime, list[Cell]]) -> list[str]:

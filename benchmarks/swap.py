@@ -20,9 +20,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from flexcp.clusters import cluster
 from flexcp.compare.compare import attention_only, compare
 from flexcp.data.lengths import draw_lengths
@@ -30,6 +27,7 @@ from flexcp.models.find import find_model
 from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.static.dealing import method_of
 from flexcp.shape import Shape
+from lib.progress import tracked
 from simulated import STATIC, Experiment, row_of, step_of, table
 
 MODEL = find_model("llama3-8b")
@@ -129,7 +127,7 @@ def main() -> int:
     seeds = range(asked.seeds)
     parts = [(what, where) for what in KINDS for where in CLUSTERS]
     found = []
-    for what, where in track(parts, "swap", console=Console(stderr=True)):
+    for what, where in tracked(parts, "swap"):
         found += cells(what, where, LENGTHS, seeds)
     text = page(found, seeds)
     print(text)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import flexcp
+from lib.progress import tracked
 
 # (distribution, ranks, tokens a rank, mask); each is planned with all strategies.
 BATCHES = [
@@ -61,7 +61,7 @@ def main() -> int:
     ratios, same = [], True
     with ExitStack() as stack:
         old, new = (stack.enter_context(_server(path)) for path in asked.checkouts)
-        for case in track(cases, "in turns", console=Console(stderr=True)):
+        for case in tracked(cases, "in turns"):
             turns = [(_ask(old, case), _ask(new, case)) for _ in range(asked.turns)]
             ratio = statistics.median(after["ms"] / before["ms"] for before, after in turns)
             equal = all(before.get("hash") == after.get("hash") for before, after in turns)
