@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from runs import LENGTHS, kernel_forward, plan_for, qkv, train
 import flexcp
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
+from flexcp.telemetry import dump
 from flexcp.telemetry.dump import find_dumps, read_dump
 from flexcp.telemetry.telemetry import MOST_DUMPS
 
@@ -132,6 +133,20 @@ def test_dumps_are_bounded(tmp_path: Path) -> None:
             flexcp.attention(*qkv(step), step)
         step.collectives.failure = None
     assert len(list(tmp_path.iterdir())) == len(telemetry.dumps) == len(asked_for) + MOST_DUMPS
+
+
+def test_two_dumps_in_a_millisecond_are_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Still(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Still:
+            return cls(2026, 11, 19, 3, 14, 13, 390_000, tzinfo=tz)
+
+    monkeypatch.setattr(dump, "datetime", Still)
+    paths = [dump.write_dump(tmp_path, "asked", f"number {number}", [], 0) for number in range(3)]
+    assert [path.name for path in paths] == [
+        f"flexcp-dump-20261119T031413.390-rank0{end}.json" for end in ("", "-2", "-3")
+    ]
+    assert {read_dump(path).message for path in find_dumps(tmp_path)} == {"number 0", "number 1", "number 2"}
 
 
 def test_ranks_that_wait_for_a_broken_one_dump_where_they_were(tmp_path: Path) -> None:

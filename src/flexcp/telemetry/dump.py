@@ -97,7 +97,10 @@ def write_dump(
     )
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"flexcp-dump-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}-rank{global_rank}"
-    path = folder / f"{stem}.json"
+    path, number = folder / f"{stem}.json", 1
+    while path.exists():  # a rank may dump twice in a millisecond
+        number += 1
+        path = folder / f"{stem}-{number}.json"
     write_whole(path, text)
     return path
 

@@ -309,7 +309,7 @@ def keeping_plans(keep: int) -> list[Plan]:
         ranks = nodes * each
         where = flexcp.cluster("cpu", nodes, each)
         dtype = ("float64", "bfloat16")[number % 2]
-        for strategy in ("blocks", "groups"):
+        for strategy in ("blocks", "groups:level=no"):
             planner = flexcp.Planner(**SHAPE, dtype=dtype, cluster=where, strategy=strategy, keep_kv=keep)
             masks = {"one": (flexcp.causal(), 2), "two": (flexcp.window(30, 4), 1)}
             found.append(planner([90, 20, 3], masks=masks))
