@@ -29,7 +29,7 @@ from flexcp.planners.request import Request
 from flexcp.schedule import analysis, stages
 from flexcp.schedule.flows import Flows, Moves
 from flexcp.schedule.needs import Pieces
-from flexcp.schedule.parts import CUT_TOKENS, SHARE_TOKENS, cut_by_divisions, cut_into_stages, shares_are_long
+from flexcp.schedule.parts import CUT_TOKENS, cut_by_divisions, cut_into_stages, shares_are_long
 from flexcp.schedule.stages import (
     PARTS,
     ExchangeTimes,
@@ -235,7 +235,7 @@ def test_shares_of_few_tokens_would_be_uneven(heads: int) -> None:
     """However slow the link is: pieces are cut at multiples of 128 tokens, whatever their heads."""
     machine, shape, cost = cluster("cpu", 3, 1), Shape(8, 4, 128, 128), CostModel(message_ns=0)
     two = Stages(np.full(3, 2), np.zeros(3), np.zeros(3), equal_borders(np.full(3, 2)))
-    for tokens, enough in ((2 * SHARE_TOKENS - 2, False), (2 * SHARE_TOKENS, True)):
+    for tokens, enough in ((2 * 191, False), (2 * 192, True)):
         pieces = Pieces(*np.array([(0, 1, 0, tokens, 0, heads, 0), (0, 2, 0, tokens, 0, heads, 0)], np.int64).T)
         assert shares_are_long(pieces, two, shape, machine, cost) == enough
 
