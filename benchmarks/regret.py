@@ -2,6 +2,7 @@
 
     python benchmarks/regret.py                  # CPU kernels on this machine; takes minutes, wants an idle machine
     python benchmarks/regret.py --device cuda    # on a GPU machine
+    python benchmarks/regret.py --device cuda --calibration h200.json    # planned with a file of `flexcp calibrate`
 
 In steps, so that a GPU machine only times kernels (planning and simulating are slow where Numba is missing):
 
@@ -13,7 +14,8 @@ For each batch all strategies are planned, the kernels of every rank run one aft
 simulated around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best
 strategy. Plans of several strategies that compute and move the same are timed once, because two replays of one plan may
 differ by several percent; all plans take turns in two rounds, the second in the opposite order, and the shorter time
-counts. On a CPU the cost model is calibrated first, because a planner with a GPU's cost model could not be judged.
+counts. On a CPU the cost model is calibrated first, because a planner with a GPU's cost model could not be judged; on a
+GPU it is the analytic one if no calibration is given.
 """
 
 from __future__ import annotations
@@ -25,13 +27,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flexcp.batch import make_batch
-from flexcp.calibration import Calibration
+from flexcp.calibration import Calibration, read_calibration
 from flexcp.clusters import cluster
 from flexcp.compare.compare import NAMES, attention_only, planned
 from flexcp.cost import CostModel
@@ -103,6 +104,13 @@ def _passes(times: dict[tuple[int, bool], Any], mask: int, backward: bool) -> An
     return times[mask, backward]
 
 
+def _calibration(path: Path | None, shape: Shape, cpu: bool) -> Calibration:
+    """Return the calibration to plan with: of a file, of this machine's CPU kernels, or the analytic one."""
+    if path is not None:
+        return read_calibration(path)
+    return calibrate_here(shape, 1, "cpu") if cpu else Calibration(CostModel())
+
+
 def main() -> None:
     """Print the table, and worst and mean regret, or make what a later step needs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,6 +118,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=0, help="of a rank; 1,024 on CPUs, 8,192 on GPUs by default")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--calibration", type=Path, help="a file of flexcp calibrate --write, made where kernels run")
     parser.add_argument("--plans", type=Path, help="plans made by --make-plans; planned here without it")
     parser.add_argument("--make-plans", action="store_true")
     parser.add_argument("--times", type=Path, help="times made by --make-times; kernels run here without it")
@@ -122,7 +131,7 @@ def main() -> None:
         # The file was written by --make-plans, by the same user, so unpickling it is safe.
         plans: Plans = pickle.loads(asked.plans.read_bytes())
     else:
-        found = calibrate_here(shape, 1, "cpu") if cpu else Calibration(replace(CostModel(), name="analytic"))
+        found = _calibration(asked.calibration, shape, cpu)
         plans = made_plans(asked.device, asked.ranks, tokens, asked.seeds, shape, found)
     if asked.make_plans:
         asked.plans.write_bytes(pickle.dumps(plans))
