@@ -136,3 +136,13 @@ def test_a_region_pays_for_its_row_tiles_once_where_it_sees_nothing_or_only_othe
     assert own.tolist() == [0, 1000 + 2 * 1030]
     assert rest.tolist() == [0, 2 * (20 + 1000) + 4 * (70 + 2 * 2000)]
     assert again.tolist() == [0, 2 * 1000 + 4 * 2000] and at_keys.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "groups:team=4+split=all"])
+def test_where_heads_are_split_the_first_pass_pays_for_the_ranks_own_rows_only(strategy: str) -> None:
+    plan = flexcp.Planner(16, 4, 64, cluster=flexcp.cluster("h100", 1, 4), strategy=strategy)([4096])
+    price, rows = plan.cost.row_tile_pairs, 4096
+    for backward in (False, True):
+        found = slot_work(plan, 0, backward)
+        tiles = (found.work - found.pairs).sum(axis=1)
+        assert tiles.tolist() == [price * 4 * (rows // 4 // 128 + rows // 128)] * 4

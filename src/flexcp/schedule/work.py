@@ -1,7 +1,8 @@
 """Work: how many (query, key) pairs each rank computes, with the pairs of its own tokens counted separately.
 
 Pairs are counted exactly. Every pass over a region (rows and keys of a document that one rank computes) also costs its
-row tiles: one pass over the keys at home, and one for each stage or hop that brings keys which the region reads.
+row tiles: one pass of the rows at home over the keys at home, and one of all rows for each stage or hop that brings
+keys which the region reads.
 :mod:`flexcp.schedule.rings` counts the hops of rings.
 """
 
@@ -16,7 +17,7 @@ from flexcp.arrays.intervals import overlaps, united
 from flexcp.arrays.totals import sums
 from flexcp.batch import LayerMask
 from flexcp.clusters import Cluster
-from flexcp.cost import CostModel
+from flexcp.cost import TILE_ROWS, CostModel
 from flexcp.masks import K0, K1, Q0, Q1, area, cut
 from flexcp.plan.placement import Placement, Regions
 from flexcp.shape import Shape
@@ -47,13 +48,15 @@ class Pairs(NamedTuple):
 
     Own pairs are those whose row (query) and key are both at home: kept at the ring position of the region's rank;
     without rings, kept by that rank. ``hops`` is in how many hops of a ring the other keys arrive: 0 if all are at
-    home, and at most 1 without rings. ``at_keys``, if counted, are the pairs whose key is at home but whose row is not.
+    home, and at most 1 without rings. ``at_keys``, if counted, are the pairs whose key is at home but whose row is not,
+    and ``own_tiles`` the row tiles of the rows at home; both are counted only if some rows are not at home.
     """
 
     all: Ints
     own: Ints
     hops: Ints
     at_keys: Ints | None = None
+    own_tiles: Ints | None = None
 
 
 class Work(NamedTuple):
@@ -105,8 +108,21 @@ def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes
         return Pairs(pairs, np.zeros_like(pairs), (pairs > 0).astype(np.int64))
     own, at_keys = _own_area(placement, regions, cuts, homes)
     at_home = sums(cuts.region, own, count)
-    keys_at_home = None if at_keys is None else sums(cuts.region, at_keys, count) - at_home
-    return Pairs(pairs, at_home, (pairs > at_home).astype(np.int64), keys_at_home)
+    hops = (pairs > at_home).astype(np.int64)
+    if at_keys is None:
+        return Pairs(pairs, at_home, hops)
+    return Pairs(pairs, at_home, hops, sums(cuts.region, at_keys, count) - at_home, _own_tiles(placement, regions))
+
+
+def _own_tiles(placement: Placement, regions: Regions) -> Ints:
+    """Return the row tiles of the rows of each region that its rank keeps."""
+    _, keeper, start, stop = homes_of(placement)
+    span = placement.stream
+    base = regions.rank * span + placement.batch.starts[regions.document]
+    region, run = overlaps(base + regions.q0, base + regions.q1, keeper * span + start, keeper * span + stop)
+    first = np.maximum((base + regions.q0)[region], (keeper * span + start)[run])
+    last = np.minimum((base + regions.q1)[region], (keeper * span + stop)[run])
+    return sums(region, -(-(last - first) // TILE_ROWS), len(regions))
 
 
 def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> tuple[Ints, Ints | None]:
@@ -136,7 +152,8 @@ def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostMo
     """Return the work of each rank in (query, key) pairs x query heads, from the pairs of its regions."""
     tiles = cost.row_tiles_work(regions.q1 - regions.q0)
     heads = regions.h1 - regions.h0
-    own = (pairs.own + tiles * ((pairs.own > 0) | (pairs.all == 0))) * heads
+    own_tiles = tiles if pairs.own_tiles is None else pairs.own_tiles * cost.row_tile_pairs
+    own = (pairs.own + np.where(pairs.all == 0, tiles, own_tiles * (pairs.own > 0))) * heads
     rest = (pairs.all - pairs.own + tiles * pairs.hops) * heads
     again = tiles * (pairs.hops > 0) * heads
     at_keys = np.zeros_like(own) if pairs.at_keys is None else pairs.at_keys * heads

@@ -8,7 +8,8 @@ several functions share:
   (``first_query``, ``first_key``) is the first segment of a rank in a head range, and ``query_heads[range]`` and
   ``key_heads[range]`` are the query heads of a range.
 - ``slices`` are the slices of the regions in stream coordinates, with the slices of a region side by side.
-- ``regions`` is a table with the rows RANK to TILES.
+- ``regions`` is a table with the rows RANK to LAST_ROW. TILES is the price of a region's row tiles, in pairs; the rows
+  of the stream that it computes are FIRST_ROW to LAST_ROW (exclusive).
 - ``launched`` is a hash table with open addressing of the kernel launches seen so far, each as one number.
 """
 
@@ -18,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.jit import compiled, compiled_leaf
+from flexcp.cost import TILE_ROWS
 from flexcp.simulator.compiled_rings import band_area
 
 Ints = NDArray[np.int64]
 START, STOP, SLOT, SHELF, HELD_ROWS = range(5)
-RANK, FIRST_HEAD, LAST_HEAD, TILES, REGION_ROWS = range(5)
+RANK, FIRST_HEAD, LAST_HEAD, TILES, FIRST_ROW, LAST_ROW, REGION_ROWS = range(7)
 PAIRS, ROW_TILES, OWN_PAIRS, OWN_ROW_TILES, SUMS = range(5)
 QUERIES, KEYS, LOW, HIGH = range(4)
 NOTHING = -1
@@ -43,15 +45,17 @@ def sum_parts(
 ) -> tuple[Ints, Ints]:
     """Return (sums ``[PAIRS to OWN_ROW_TILES, rank, slot]``, kernel launches ``[rank, slot]``).
 
-    ``index`` is the region of each slice; ``sizes`` holds the numbers of ranks, slots, query heads and shelves. A pair
-    is *own* if its row and its key are both on shelf 0, which has the rank's own tokens. The row tiles of a region are
-    counted once for each slot, first head of the part, and own or other work. One kernel launch takes the rows of one
-    shelf and the keys of one shelf, for the same heads.
+    ``index`` is the region of each slice; ``sizes`` holds the numbers of ranks, slots, query heads and shelves, and the
+    price of a row tile. A pair is *own* if its row and its key are both on shelf 0, which has the rank's own tokens.
+    The row tiles of a region are counted once for each slot and first head of other work; for own work, those of the
+    region's own rows are counted. One kernel launch takes the rows of one shelf and the keys of one shelf, for the same
+    heads.
     """
-    ranks, slots, heads, shelves = sizes[0], sizes[1], sizes[2], sizes[3]
+    ranks, slots, heads, shelves, price = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     found, kernels = np.zeros((SUMS, ranks, slots), np.int64), np.zeros((ranks, slots), np.int64)
     launched, count = np.full(1 << 10, NOTHING, np.int64), 0
-    passed = np.full((slots, 2, heads), -1, np.int64)  # the region whose row tiles were last counted there
+    passed = np.full((slots, heads), -1, np.int64)  # the region whose row tiles were last counted there
+    own_passed = np.full(queries.shape[1], -1, np.int64)  # the same for each segment of own rows
     both = np.empty((len(query_heads) * len(key_heads), 4), np.int64)
     at = 0
     while at < len(index):
@@ -71,6 +75,7 @@ def sum_parts(
                     found,
                     kernels,
                     passed,
+                    own_passed,
                     launched,
                     count,
                     region,
@@ -86,6 +91,7 @@ def sum_parts(
                     both[pair, LOW],
                     both[pair, HIGH],
                     shelves,
+                    price,
                 )
         at = end
     return found, kernels
@@ -117,6 +123,7 @@ def add_slice(
     found,
     kernels,
     passed,
+    own_passed,
     launched,
     count,
     region,
@@ -132,6 +139,7 @@ def add_slice(
     low,
     high,
     shelves,
+    price,
 ):
     """Count slice ``s`` of a region for one query and one key head range; return the number of launches noted so far.
 
@@ -139,7 +147,7 @@ def add_slice(
     ``low..high`` are the heads they share; all ends are exclusive. ``count`` is the number of launches noted before.
     The other arguments are those of :func:`sum_parts` and its tables.
     """
-    rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
+    rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[1]
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
     i = first_behind(queries, q_begin, q_end, q0)
     while i < q_end and queries[START, i] < q1:
@@ -150,8 +158,10 @@ def add_slice(
             area = band_area(rows0, rows1, max(keys[START, j], k0), min(keys[STOP, j], k1), lo, hi)
             if area > 0:
                 slot = max(queries[SLOT, i], keys[SLOT, j])
-                own = queries[SHELF, i] == 0 and keys[SHELF, j] == 0
-                add_part(found, passed, region, regions, rank, slot, own, low, high, area)
+                if queries[SHELF, i] == 0 and keys[SHELF, j] == 0:
+                    add_own_part(found, own_passed, region, regions, slot, queries, i, high - low, area, price)
+                else:
+                    add_part(found, passed, region, regions, rank, slot, low, high, area)
                 launch = ((rank * slots + slot) * shelves + queries[SHELF, i]) * shelves + keys[SHELF, j]
                 if note(launched, (launch * heads + low) * (heads + 1) + high):
                     kernels[rank, slot] += 1
@@ -187,23 +197,33 @@ def with_room(launched, most):
 
 
 @compiled_leaf
-def add_part(found, passed, region, regions, rank, slot, own, low, high, area):
+def add_own_part(found, own_passed, region, regions, slot, queries, i, heads, area, price):
+    """Add the pairs of a part of own rows (segment ``i``) and own keys, and its row tiles if it is the segment's first.
+
+    The part has ``area`` pairs in each of ``heads`` heads; a row tile costs as much as ``price`` pairs.
+    """
+    rank, tiles = regions[RANK, region], 0
+    if own_passed[i] != region:
+        own_passed[i] = region
+        rows = min(queries[STOP, i], regions[LAST_ROW, region]) - max(queries[START, i], regions[FIRST_ROW, region])
+        tiles = (rows + TILE_ROWS - 1) // TILE_ROWS * price
+    found[PAIRS, rank, slot] += area * heads
+    found[OWN_PAIRS, rank, slot] += area * heads
+    found[ROW_TILES, rank, slot] += tiles * heads
+    found[OWN_ROW_TILES, rank, slot] += tiles * heads
+
+
+@compiled_leaf
+def add_part(found, passed, region, regions, rank, slot, low, high, area):
     """Add the pairs of one part of a region, and the region's row tiles if it is the first part of its pass.
 
-    The part has ``area`` pairs in each of the heads ``low..high`` (exclusive). A pass is all parts of a region in one
-    slot that begin with the same head and are all own work or all other work.
+    The part has ``area`` pairs in each of the heads ``low..high`` (exclusive), and not both its rows and its keys are
+    the rank's own. A pass is all such parts of a region in one slot that begin with the same head.
     """
-    pairs = area * (high - low)
-    found[PAIRS, rank, slot] += pairs
-    tiles = 0
-    mine = 1 if own else 0
-    if passed[slot, mine, low] != region:
-        passed[slot, mine, low] = region
-        tiles = regions[TILES, region] * (high - low)
-        found[ROW_TILES, rank, slot] += tiles
-    if own:
-        found[OWN_PAIRS, rank, slot] += pairs
-        found[OWN_ROW_TILES, rank, slot] += tiles
+    found[PAIRS, rank, slot] += area * (high - low)
+    if passed[slot, low] != region:
+        passed[slot, low] = region
+        found[ROW_TILES, rank, slot] += regions[TILES, region] * (high - low)
 
 
 @compiled_leaf

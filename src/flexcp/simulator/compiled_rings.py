@@ -62,14 +62,17 @@ def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]
 
 
 @compiled
-def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints:
-    """Return the row tiles of each region; the first of the documents cut ``alike`` gets the tiles of all of them.
+def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> tuple[Ints, Ints]:
+    """Return the row tiles of each region and of each run.
 
-    The later documents of ``alike`` keep theirs as well, but are not counted afterwards.
+    The first of the documents cut ``alike`` gets the tiles of all of them. The later ones keep theirs as well, but are
+    not counted afterwards.
     """
-    found = np.empty(len(regions), np.int64)
+    found, of_run = np.empty(len(regions), np.int64), np.empty(len(runs), np.int64)
     for g in range(len(regions)):
         found[g] = (regions[g, Q1] - regions[g, Q0] + TILE_ROWS - 1) // TILE_ROWS
+    for i in range(len(runs)):
+        of_run[i] = (runs[i, END] - runs[i, BEGIN] + TILE_ROWS - 1) // TILE_ROWS
     if len(alike) > 1:
         low, high = first_run[alike[0]], first_run[alike[0] + 1]
         zero = runs[low, REGION]
@@ -78,7 +81,9 @@ def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints
             first = runs[first_run[d], REGION]
             for g in range(count):
                 found[zero + g] += found[first + g]
-    return found
+            for i in range(high - low):
+                of_run[low + i] += of_run[first_run[d] + i]
+    return found, of_run
 
 
 @compiled_fused
@@ -105,15 +110,24 @@ def sum_products(sizes: Floats) -> Floats:
 
 @compiled
 def count_rings(
-    runs: Table, first_run: Ints, slices: Ints, first_slice: Ints, seat: Ints, crew: Ints, tiles: Ints, which: Ints
+    runs: Table,
+    first_run: Ints,
+    slices: Ints,
+    first_slice: Ints,
+    seat: Ints,
+    crew: Ints,
+    tiles: Ints,
+    run_tiles: Ints,
+    which: Ints,
 ) -> tuple[Floats, Ints, Ints, Ints, Ints]:
     """Count the documents ``which`` and return (pairs, home pairs, row tiles, own row tiles, other row tiles).
 
     ``pairs[rank, position]`` are the pairs of a rank's rows with the keys of each position,
     ``home_pairs[rank, member]`` those with the keys of each member of its own position. The row tiles of a region
-    (``tiles[region]``) are counted in ``[leader, position]`` for every position of whose keys the region sees any; in
-    the own row tiles of a rank if the region has pairs of the rank's own rows and keys; and in its other row tiles if
-    the region has other pairs inside the position. ``crew[leader]`` are the ranks of a position.
+    (``tiles[region]``) are counted in ``[leader, position]`` for every position of whose keys the region sees any, and
+    in the other row tiles of a rank if the region has pairs inside the position that are not of the rank's own rows and
+    keys. The own row tiles of a rank are those (``run_tiles[run]``) of its runs that see own keys. ``crew[leader]`` are
+    the ranks of a position.
     """
     ranks = seat.shape[1]
     widest, members = seat[POSITIONS].max(), seat[MEMBERS].max()
@@ -130,6 +144,7 @@ def count_rings(
     # each member's own rows and keys.
     sees = np.zeros((most, widest), np.uint8)
     at_home, own = np.zeros(most, np.int64), np.zeros((most, members), np.int64)
+    own_of_run = np.zeros(most, np.int64)  # for each run of a document, its pairs with own keys
     # Keys of each position, and of each member of it, in the range of runs that are seen completely; below 2**30, as
     # lengths of documents are.
     keys, keys_of = np.zeros(widest, np.float64), np.zeros((widest, members), np.int64)
@@ -142,24 +157,27 @@ def count_rings(
         sees[:count] = 0
         at_home[:count] = 0
         own[:count] = 0
+        own_of_run[: high - low] = 0
         for s in range(first_slice[d], first_slice[d + 1]):
             keys[:] = 0
             keys_of[:] = 0
-            sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own)
+            sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own, own_of_run)
         for i in range(low, high):
             g = runs[i, REGION]
             if i == low or g != runs[i - 1, REGION]:
                 leader = seat[LEADER, runs[i, OWNER]]
-                add_tiles(leader, tiles[g], seat, crew, g - zero, sees, at_home, own, tiled, own_tiled, other_tiled)
+                add_tiles(leader, tiles[g], seat, crew, g - zero, sees, at_home, own, tiled, other_tiled)
+            if own_of_run[i - low] > 0:
+                own_tiled[runs[i, OWNER]] += run_tiles[i]
     return pairs, home_pairs, tiled, own_tiled, other_tiled
 
 
 @compiled_leaf
-def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own):
+def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own, own_of_run):
     """Count the pairs of slice ``s`` of the document whose runs are ``low..high`` (exclusive).
 
     ``keys[position]`` and ``keys_of[position, member]`` must be 0; they hold the keys that the current rows see
-    completely. The counts ``pairs`` to ``own`` are those of :func:`count_rings`, to which it adds.
+    completely. The counts ``pairs`` to ``own_of_run`` are those of :func:`count_rings`, to which it adds.
     """
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
     zero = runs[low, REGION]
@@ -188,6 +206,7 @@ def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, se
                 sees[g, p] |= keys[p] > 0
             at_home[g] += rows * np.int64(keys[number])
             own[g, member] += rows * keys_of[number, member]
+            own_of_run[i - low] += rows * keys_of[number, member]
             for n in range(members):
                 home_pairs[rank, n] += rows * keys_of[number, n]
         while visible < high and runs[visible, END] <= some0:
@@ -200,6 +219,7 @@ def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, se
             found = band_area(rows0, rows1, max(runs[j, BEGIN], k0), min(runs[j, END], k1), lo, hi)
             if found > 0:
                 add_pairs(found, rank, g, runs[j, OWNER], seat, pairs, home_pairs, sees, at_home, own)
+                own_of_run[i - low] += found if runs[j, OWNER] == rank else 0
             j += 1
         i += 1
 
@@ -220,16 +240,14 @@ def add_pairs(found, rank, g, of, seat, pairs, home_pairs, sees, at_home, own):
 
 
 @compiled_leaf
-def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, own_tiled, other_tiled):
+def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, other_tiled):
     """Add the row tiles of region ``g``, whose position has the leader ``leader``, to the counts where it has pairs.
 
-    ``tiled``, ``own_tiled`` and ``other_tiled`` are the last three results of :func:`count_rings`.
+    ``tiled`` and ``other_tiled`` are the results of :func:`count_rings` for all positions and for other row tiles.
     """
     for p in range(seat[POSITIONS, leader]):
         tiled[leader, p] += tiles if sees[g, p] > 0 else 0
     for n in range(seat[MEMBERS, leader]):
-        if own[g, n] > 0:
-            own_tiled[crew[leader, n]] += tiles
         if at_home[g] > own[g, n]:
             other_tiled[crew[leader, n]] += tiles
 

@@ -58,8 +58,8 @@ class RingCounts(NamedTuple):
     ``pairs[rank, position]`` are the pairs of the rows that a rank keeps with the keys of a position,
     ``home_pairs[rank, member]`` those with the keys of each member of its own position. ``tiles[leader, position]`` are
     the row tiles of the regions of a position (given by its leader) that see keys of another. ``own_tiles[rank]`` are
-    the row tiles of the regions that have pairs of the rank's own rows and keys, and ``other_tiles[rank]`` those of the
-    regions that have other pairs inside the position. Row tiles are given as the pairs that cost as much.
+    the row tiles of the rank's runs that see own keys, and ``other_tiles[rank]`` those of the regions that have other
+    pairs inside the position. Row tiles are given as the pairs that cost as much.
     """
 
     seats: Seats
@@ -93,9 +93,11 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     which, reaches_ahead = _documents_of_one_kind(layer, batch.lengths, np.diff(first_run))
     alike, sizes = loops.find_alike(runs, first_run, which) if len(which) > 1 else (which, np.zeros((0, 0)))
     others = np.delete(np.arange(batch.documents), alike[1:])
-    tiles = loops.row_tiles(runs, first_run, regions, alike)
+    tiles, run_tiles = loops.row_tiles(runs, first_run, regions, alike)
     slices = _own(layer.slices), _own(layer.first)
-    pairs, home_pairs, *tiled = loops.count_rings(runs, first_run, *slices, table, _crews(seats), tiles, others)
+    pairs, home_pairs, *tiled = loops.count_rings(
+        runs, first_run, *slices, table, _crews(seats), tiles, run_tiles, others
+    )
     if len(sizes):
         low, high = first_run[alike[0]], first_run[alike[0] + 1]
         seen = _seen(loops.sum_products(sizes), sizes.sum(axis=0), reaches_ahead)

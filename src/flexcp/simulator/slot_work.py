@@ -2,8 +2,8 @@
 
 In slot s a rank waits for the messages of stage s, posts messages of later stages, and computes. The slot in which work
 runs is given by the executor's rule (:mod:`flexcp.plan.slots`). (Query, key) pairs are counted exactly, by cutting the
-regions along what arrives in each stage. Every pass over a region costs its row tiles, and every kernel costs its
-start. :mod:`flexcp.schedule.work` computes the same in closed form.
+regions along what arrives in each stage. Every pass over a region costs its row tiles (a pass over a rank's own keys
+those of its own rows), and every kernel costs its start. :mod:`flexcp.schedule.work` computes the same in closed form.
 
 This makes as many parts as there are combinations of regions and the pieces they see. A ring has very many, so it is
 counted by position instead (:mod:`flexcp.simulator.ring_work`); the numbers are the same.
@@ -77,15 +77,17 @@ class MaskWork:
         """(Region of each cut, its slice in stream coordinates, the table of regions that compiled loops read).
 
         A cut is the non-empty intersection of a region and a slice of the mask. The table has the rows rank, first
-        head, end of heads and row tiles.
+        head, end of heads, price of all row tiles, first row of the stream, and end of rows.
         """
         placement = self.plan.placement
         regions = placement.regions[self.mask]
         layer = placement.batch.masks[self.mask]
         index, slices = layer.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
-        begin = placement.batch.starts[regions.document[index]]
+        starts = placement.batch.starts
+        begin = starts[regions.document[index]]
         tiles = self.plan.cost.row_tiles_work(regions.q1 - regions.q0)
-        return index, shift(slices, begin, begin), np.stack([regions.rank, regions.h0, regions.h1, tiles])
+        rows = (starts[regions.document] + column for column in (regions.q0, regions.q1))
+        return index, shift(slices, begin, begin), np.stack([regions.rank, regions.h0, regions.h1, tiles, *rows])
 
 
 def slot_work(
@@ -121,7 +123,7 @@ def cut_work(
         inputs = pass_inputs(plan, mask, program is plan.programs[mask][1])
     queries, keys = (_held(plan, program, inputs, kind) for kind in (Kind.Q, Kind.KV))
     shelves = 1 + max(int(held.segments[loops.SHELF].max(initial=0)) for held in (queries, keys))
-    sizes = np.array([ranks, slots, shape.heads, shelves], np.int64)
+    sizes = np.array([ranks, slots, shape.heads, shelves, plan.cost.row_tile_pairs], np.int64)
     # Contiguous, so that the loop is compiled for one memory layout only.
     held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
     (pairs, tiles, own_pairs, own_tiles), kernels = loops.sum_parts(index, slices, table, *held, sizes)

@@ -48,7 +48,7 @@ OVERPRICED_GROUPS = 20
 """How much the closed form may overestimate the time of ``groups`` on several nodes, per mille; that of ``blocks`` is
 taken as it is (see the lab notes).
 """
-OVERPRICED_HEADS = 16
+OVERPRICED_HEADS = 20
 """How much it may overestimate the time of static methods that split heads, per mille.
 
 By the event simulator, a part of their work may hide a part of the exchange of heads.
