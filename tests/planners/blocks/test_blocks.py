@@ -392,3 +392,21 @@ def test_rows_follow_speeds_as_long_as_all_tokens_have_room_under_the_cap(cap: i
     batch = make_batch([4000], flexcp.causal())
     found = _row_limit(Request(batch, Shape(8, 4, 64, 64), where, CostModel(), max_tokens_per_rank=cap))
     assert found is not None and found.tolist() == rows
+
+
+def cuts_inside(plan: Plan) -> Any:
+    """Return the first rows of the regions that begin inside a document."""
+    (regions,) = plan.placement.regions
+    return regions.q0[regions.q0 > 0]
+
+
+def test_only_a_tolerance_that_the_user_gave_cuts_work_at_any_row() -> None:
+    """Two documents of this batch are above default limits by 4 and by 83 rows, with all their keys."""
+    lengths = draw_lengths("longalign", 4 * 8192, 2)
+    where = flexcp.cluster("h200", 1, 4)
+    free, firm = (
+        flexcp.Planner(32, 8, 128, cluster=where, strategy="blocks", compute_tolerance=x)(lengths)
+        for x in (None, 0.0001)
+    )
+    assert len(cuts_inside(free)) and not (cuts_inside(free) % 64).any()
+    assert (cuts_inside(firm) % 64).any() and imbalance(firm.work()) < 1.0002 < imbalance(free.work()) < 1.03

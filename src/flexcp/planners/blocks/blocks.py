@@ -7,12 +7,12 @@ are split by heads over the team. The keys of a split item are received by the t
 keep its rows, which evens out tokens at no cost. Each node takes the team size that moves the fewest bytes, counted
 exactly.
 
-Tolerances are always kept: what packing leaves above a limit is moved row by row, work and tokens separately. Without
-tolerances, attention and tokens are both balanced as closely as costs few bytes. Balancing their sum would not be
-enough: ranks that share documents wait for each other's keys and gradients in every layer, so less attention on a rank
-cannot make up for more tokens (in predictions, balancing the sum takes up to 1.5 times as long). ``tokens="priced"``
-balances the sum. For equal tokens, rows are packed with a little room; then rows move, with their work, until the
-numbers are even.
+Tolerances are always kept: what packing leaves above a limit is moved row by row, work and tokens separately (work in
+whole grains where its limit is a default). Without tolerances, attention and tokens are both balanced as closely as
+costs few bytes. Balancing their sum would not be enough: ranks that share documents wait for each other's keys and
+gradients in every layer, so less attention on a rank cannot make up for more tokens (in predictions, balancing the sum
+takes up to 1.5 times as long). ``tokens="priced"`` balances the sum. For equal tokens, rows are packed with a little
+room; then rows move, with their work, until the numbers are even.
 
 *Settings.* ``blocks:team=8+attention=150+tokens=3`` sets the number of ranks in a team, and how far a rank may be above
 the mean attention and the mean number of tokens, per mille, if no tolerance is given. If attention is a small part of
@@ -140,7 +140,7 @@ def _free(request: Request) -> Placement:
     if request.equal_tokens:
         rows = np.diff(even_borders(request.batch.tokens, request.ranks))
         work, kept = even(loads, work, rows, limit, _key_bytes(request), _row_bytes(request))
-    work = level_work(loads, work, limit, _nodes(request))
+    work = level_work(loads, work, limit, _nodes(request), _level_grain(request))
     # If latents travel, queries cannot, so tokens move with their work.
     follow = request.shape.latent is not None and not request.equal_tokens and request.token_tolerance is None
     rank, start, stop = _stream(request, work[:, [0, 2, 3, 4]] if follow else kept)
@@ -316,7 +316,7 @@ def _fixed(request: Request) -> Placement:
     else:
         index, document, q0, q1 = request.batch.split_by_document(runs.start, runs.stop)
         work = np.stack([runs.rank[index], np.ones(len(index), np.int64), document, q0, q1], axis=1)
-    work = level_work(loads, work, limit, _nodes(request))
+    work = level_work(loads, work, limit, _nodes(request), _level_grain(request))
     regions = _regions(request, work, request.batch.lengths)
     return Placement(
         request.batch, request.ranks, 0, runs, (regions,) * len(request.batch.masks), assemble_own=scattered
@@ -353,6 +353,11 @@ def _grain(request: Request) -> int:
     """
     rows = request.batch.tokens // request.ranks
     return 1 << min(6, max(0, (rows // 80).bit_length() - 1))
+
+
+def _level_grain(request: Request) -> int:
+    """Return the grain in rows at which work is cut that packing left above a limit: a tolerance is kept to the row."""
+    return _grain(request) if request.compute_tolerance is None else 1
 
 
 def _row_price(request: Request) -> int:

@@ -35,13 +35,14 @@ def exact_before(d, row, price, layers, sfirst, slices, shift):
 
 
 @compiled
-def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
+def level(work, n, limit, nodes, grain, price, layers, sfirst, slices, shift):
     """Move rows from ranks above their ``limit`` of load to others; return how many rows ``work`` then has in use.
 
     The rows of ``work`` are (first rank, team size, document, first row, last row), of which the first ``n`` are used;
     the rows of a team load each of its ranks with an equal share. What moves becomes a whole item of the rank that
-    takes it. Ranks of the same node (``nodes[rank]``) are preferred. This ends when no rank is above by more than a
-    row, when nothing helps, or when ``work`` is full. The other arguments are those of :func:`exact_before`.
+    takes it; items are cut at multiples of ``grain`` rows. Ranks of the same node (``nodes[rank]``) are preferred. This
+    ends when no rank is above by more than a grain, when nothing helps, or when ``work`` is full. The other arguments
+    are those of :func:`exact_before`.
     """
     ranks = len(limit)
     total = np.zeros(ranks, np.int64)
@@ -87,9 +88,10 @@ def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
                 high = middle
             else:
                 low = middle + 1
+        high = max(work[at, 3], high // grain * grain)
         moved = end - exact_before(d, high, price, layers, sfirst, slices, shift)
         if total[taker] + moved >= total[donor]:
-            break  # moving even one row would not help
+            break  # moving even one grain would not help
         work[n, 0], work[n, 1], work[n, 2], work[n, 3], work[n, 4] = taker, 1, d, high, work[at, 4]
         load[n] = moved
         n += 1

@@ -3,9 +3,10 @@
 For equal tokens, rows first move together with their work (:mod:`flexcp.planners.blocks.compiled_even`), which costs
 little, as far as loads allow.
 
-What is then still above a limit is moved exactly: work from ranks with too much to ranks with room (the tokens stay),
-and tokens from ranks that keep too many to ranks with room (the work stays). Ranks of the same node are preferred. Both
-continue until no rank exceeds its limit by more than one row.
+What is then still above a limit is moved: work from ranks with too much to ranks with room (the tokens stay), and
+tokens from ranks that keep too many to ranks with room (the work stays). Ranks of the same node are preferred. Limits
+that the user gave are kept to the row. Under default limits work is cut at multiples of a grain of rows: a few rows
+with many keys would take a kernel much longer than they save.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from flexcp.planners.blocks.pack import RowLoads
 Ints = NDArray[np.int64]
 
 
-def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
+def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints, grain: int = 1) -> Ints:
     """Return the work table, with rows moved until every rank's load is within ``limit``, or above it by a row.
 
     Its columns are (first rank, team size, document, first row, last row), last exclusive; ``nodes`` is the node of
-    each rank.
+    each rank. Documents are cut at multiples of ``grain`` rows; with more than 1, ranks may stay above their limit.
     """
     from flexcp.planners.blocks import compiled_level
 
     table = np.concatenate([work, np.zeros((4 * len(limit) + 64, 5), np.int64)])
     terms = (loads.row_price, loads.area_layers, loads.area_first, loads.area_slices, loads.shift)
-    table = table[: compiled_level.level(table, len(work), limit, nodes, *terms)]
+    table = table[: compiled_level.level(table, len(work), limit, nodes, grain, *terms)]
     return table[table[:, 3] < table[:, 4]]
 
 
