@@ -5,9 +5,10 @@ with errors on the rest.
 
 There are two models: *pairs and row tiles*, which planners use, and *prices of tiles*, by which the simulator times a
 finished plan (flexcp/measure/tile_times.py). Calls of up to 16,384 tokens (two of three) are fitted and, for prices,
-slots of two plans. Errors are computed on the other calls, on all ranks of the other plans (``ulysses``, ``groups``,
-... on three distributions), and on calls longer than any fitted one. *Stated* is the analytic default without a fit.
-Nothing is measured here: ``flexcp calibrate --device cuda`` measures and fits on a GPU.
+slots of two plans; the first model is not fitted to documents shorter than a row tile. Errors are computed on the other
+calls, on all ranks of the other plans (``ulysses``, ``groups``, ... on three distributions), and on calls longer than
+any fitted one. *Stated* is the analytic default without a fit. Nothing is measured here: ``flexcp calibrate --device
+cuda`` measures and fits on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flexcp.calibration import Errors, TileTimes
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.known_errors.entries import KnownError
-from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, split
+from flexcp.measure.calibrate.fit import Sample, errors, fit_and_judge
 from flexcp.measure.calibrate.kernels import GPU_TOKENS, sample_of
 from flexcp.measure.calibrate.tiles import PlanSlots, fit_tiles, single_call, the_plan
 from flexcp.measure.tile_times import call_ns
@@ -65,18 +66,14 @@ def rows(raw: dict[str, Any]) -> list[tuple[str, str, Errors]]:
     """Return (model, what it is judged on, errors) rows."""
     single, units = singles(raw), raw["multiprocessors"]
     all_heads = next(iter(single))
-    fitted, held = split(sorted(short(single[all_heads]), key=lambda s: s.ns))
-    fit = fit_kernels(fitted)
+    _, judged = fit_and_judge(short(single[all_heads]), gpu=True)
     tiles, found = fit_tiles(all_heads, units, {shape: short(s) for shape, s in single.items()}, plan_slots(raw))
     longer = [s for s in single[all_heads] if s not in short(single[all_heads])]
     calls = "calls not fitted"
     return [
         ("stated", f"all {all_heads.heads} heads, all calls", _stated(short(single[all_heads]), all_heads)),
-        (
-            "pairs and row tiles",
-            f"{all_heads.heads} heads, {calls}",
-            errors([fit.ns(s) for s in held], [s.ns for s in held]),
-        ),
+        ("pairs and row tiles", f"{all_heads.heads} heads, {calls}", judged["kernels"]),
+        ("pairs and row tiles", "the same, documents shorter than a row tile", judged["kernels, short documents"]),
         ("prices of tiles", f"{all_heads.heads} and {all_heads.queries_per_key} heads, {calls}", found["tiles"]),
         ("prices of tiles", "ranks of plans not fitted", found["plans"]),
         ("prices of tiles", "calls of 32,768 and 65,536 tokens", _longer(longer, all_heads, units, tiles)),
@@ -125,7 +122,7 @@ def main() -> None:
     found = rows(raw)
     print("\n".join(table(found)))
     if asked.record:
-        keys = dict(zip(("analytic", "fitted", None, "tiles", None), (each for *_, each in found), strict=True))
+        keys = dict(zip(("analytic", "fitted", None, None, "tiles", None), (each for *_, each in found), strict=True))
         day = re.search(r"\d{4}-\d{2}-\d{2}", raw["about"])
         assert day is not None  # when the raw times were measured
         record_errors([KnownError(f"kernels, {name}", each, day[0]) for name, each in keys.items() if name is not None])

@@ -33,7 +33,7 @@ ROWS: dict[str, Row] = {
     ),
     "kernels, fitted": Row(
         "kernels",
-        "attention calls on one H200 that were not fitted, pairs and row tiles",
+        "attention calls on one H200 that were not fitted, documents of a row tile or more, pairs and row tiles",
         "make kernel-fit",
         "predictions.md",
     ),

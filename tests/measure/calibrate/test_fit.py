@@ -15,7 +15,7 @@ import flexcp
 from flexcp.calibration import Calibration, Errors, read_calibration
 from flexcp.cost import NO_CONTENTION, CostModel, Model
 from flexcp.measure.calibrate.calibrate import Measured, calibrated
-from flexcp.measure.calibrate.fit import KernelFit, Sample, errors, fit_kernels, fit_link, split
+from flexcp.measure.calibrate.fit import KernelFit, Sample, errors, fit_and_judge, fit_kernels, fit_link, split
 from flexcp.measure.calibrate.kernels import KernelTask
 from flexcp.measure.calibrate.layers import LayerTimes
 from flexcp.measure.calibrate.links import SIZES, LinkTimes
@@ -42,6 +42,16 @@ def test_a_fit_finds_what_made_the_times() -> None:
     assert (noisy.forward, noisy.backward) == pytest.approx((0.02, 0.06), rel=0.05)
     with pytest.raises(ValueError, match="both directions; got 12"):
         fit_kernels([s for s in samples() if not s.backward])
+
+
+def test_on_a_gpu_short_documents_are_not_fitted_and_judged_separately() -> None:
+    cheap = [replace(s, ns=s.ns / 3, short=True) for s in samples()[::4]]
+    found, judged = fit_and_judge([*samples(), *cheap], gpu=True)
+    assert found.tile_pairs == 2048 and found.forward == pytest.approx(0.02)
+    assert judged["kernels"].worst < 1e-6 and judged["kernels, short documents"].median == pytest.approx(2.0)
+    assert judged["kernels"].count + judged["kernels, short documents"].count == 10
+    _, together = fit_and_judge([*samples(), *cheap], gpu=False)
+    assert set(together) == {"kernels"} and together["kernels"].count == 10 and together["kernels"].worst > 0.1
 
 
 def test_more_work_measured_as_faster_still_fits_positive_times() -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from flexcp.calibration import Calibration, Errors
 from flexcp.cost import CONTENTIONS, NO_CONTENTION, PEAK_PERMILLE, Contention, CostModel, Model, dense_model
-from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, fit_link, split
+from flexcp.measure.calibrate.fit import Sample, errors, fit_and_judge, fit_link, split
 from flexcp.measure.calibrate.kernels import CPU_TOKENS, GPU_TOKENS, GPU_WORK, KernelTask, kernel_samples, matrix_gflops
 from flexcp.measure.calibrate.layers import LayerTimes, layer_times
 from flexcp.measure.calibrate.links import LinkTimes, link_times
@@ -94,10 +94,7 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
     ``name`` becomes the name of the cost model, and ``machine`` describes the machine in words.
     """
     shape = task.shape
-    # Sorted by time, so that held-out samples lie between fitted ones.
-    fitted, held = split(sorted(found.samples, key=lambda s: s.ns))
-    kernel = fit_kernels(fitted)
-    held_out = {"kernels": errors([kernel.ns(s) for s in held], [s.ns for s in held])}
+    kernel, held_out = fit_and_judge(found.samples, gpu=task.device != "cpu")
     flops = 2 * (shape.head_dim + shape.v_head_dim)
     speeds = {"gflops": max(1, round(found.gflops * 1000 / PEAK_PERMILLE[shape.dtype]))}
     peak = speeds["gflops"] * PEAK_PERMILLE[shape.dtype] / 1000  # FLOPs per nanosecond, as the cost model computes it

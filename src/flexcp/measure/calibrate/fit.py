@@ -6,6 +6,10 @@ For a given c this is linear, and c is searched on a grid. A message takes the l
 of the link.
 
 Every third sample of the sorted list is *held out*: it takes no part in the fit, and errors are computed on these.
+
+A document shorter than a row tile is counted as a whole tile, but costs a GPU kernel less, because query heads share
+its tiles. A few such samples would set the price of all tiles too low, so on GPUs they are not fitted, and their errors
+are stated separately.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ TILE_PRICES = (0, *(round(1024 * 2 ** (i / 6)) for i in range(49)))
 class Sample:
     """One measured kernel: (query, key) pairs and tiles of 128 rows, its direction, and its nanoseconds.
 
-    Pairs and tiles are counted for all query heads.
+    Pairs and tiles are counted for all query heads. ``short`` says that the mean document is shorter than a row tile.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Sample:
     tiles: int
     backward: bool
     ns: float
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,17 @@ def split(samples: Sequence[T]) -> tuple[list[T], list[T]]:
     """Split samples into (fitted, held out); every third one is held out, from the second on."""
     held = list(samples[1::HOLD_EVERY])
     return [s for i, s in enumerate(samples) if i % HOLD_EVERY != 1], held
+
+
+def fit_and_judge(samples: Sequence[Sample], gpu: bool) -> tuple[KernelFit, dict[str, Errors]]:
+    """Return (the fit, its errors on held-out samples: ``kernels`` and, on a GPU, ``kernels, short documents``)."""
+    # Sorted by time, so that held-out samples lie between fitted ones.
+    fitted, held = split(sorted(samples, key=lambda s: s.ns))
+    made = fit_kernels([s for s in fitted if not (gpu and s.short)])
+    kinds = {"kernels": [s for s in held if not (gpu and s.short)]}
+    kinds |= {"kernels, short documents": [s for s in held if gpu and s.short]}
+    found = {name: errors([made.ns(s) for s in each], [s.ns for s in each]) for name, each in kinds.items() if each}
+    return made, found
 
 
 def fit_kernels(samples: Sequence[Sample], launch: bool = True) -> KernelFit:

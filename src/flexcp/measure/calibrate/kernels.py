@@ -68,7 +68,8 @@ def sample_of(name: str, tokens: int, shape: Shape, backward: bool, ns: float) -
     """
     work = workload(name, tokens)
     tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
-    return Sample(f"{name} {tokens}", work.pairs() * shape.heads, tiles * shape.heads, backward, ns)
+    short = tokens < TILE_ROWS * len(work.lengths)
+    return Sample(f"{name} {tokens}", work.pairs() * shape.heads, tiles * shape.heads, backward, ns, short)
 
 
 def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) -> float:
