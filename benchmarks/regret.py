@@ -13,7 +13,7 @@ In steps, so that a GPU machine only times kernels (planning and simulating are 
 For each batch all strategies are planned, the kernels of every rank run one after the other, and communication is
 simulated around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best
 strategy. Plans of several strategies that compute and move the same are timed once, because two replays of one plan may
-differ by several percent; all plans take turns in two rounds, the second in the opposite order, and the shorter time
+differ by several percent; all plans take turns in rounds, every second one in the opposite order, and the shortest time
 counts. On a CPU the cost model is calibrated first, because a planner with a GPU's cost model could not be judged; on a
 GPU it is the analytic one if no calibration is given.
 """
@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import simulate
 
-BATCHES = ("web", "longtail", "libra256k", "equal")
+BATCHES = ("web", "libra256k", "longalign", "longtail", "bimodal", "video", "equal")
 Plans = dict[str, dict[str, Plan]]
 """The plan of each strategy, by batch (``web:0``)."""
 Times = dict[str, list[Any]]
@@ -76,12 +77,13 @@ def made_plans(device: str, ranks: int, tokens: int, seeds: int, shape: Shape, f
     return plans
 
 
-def measured(plans: Plans, device: str) -> Iterator[tuple[str, Times]]:
-    """Time the kernels of all plans, batch by batch, and yield (batch, times)."""
+def measured(plans: Plans, device: str, rounds: int = 2) -> Iterator[tuple[str, Times]]:
+    """Time the kernels of all plans in ``rounds`` rounds, batch by batch, and yield (batch, times)."""
     for batch, by_strategy in plans.items():
         distinct = {tables_hash(plan): plan for plan in by_strategy.values()}
         times: Times = {name: [] for name in distinct}
-        for name in [*distinct, *reversed(distinct)]:
+        names = list(distinct)
+        for name in chain.from_iterable(names[:: -1 if turn % 2 else 1] for turn in range(rounds)):
             plan = distinct[name]
             passes = [(mask, backward) for mask in range(len(plan.programs)) for backward in (False, True)]
             times[name].append({x: slot_times(plan, *x, device) for x in passes})
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=0, help="of a rank; 1,024 on CPUs, 8,192 on GPUs by default")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--calibration", type=Path, help="a file of flexcp calibrate --write, made where kernels run")
     parser.add_argument("--plans", type=Path, help="plans made by --make-plans; planned here without it")
     parser.add_argument("--make-plans", action="store_true")
@@ -139,12 +142,14 @@ def main() -> None:
     if asked.make_times:
         times: dict[str, Times] = {}
         begin = time.monotonic()
-        for batch, one in measured(plans, asked.device):
+        for batch, one in measured(plans, asked.device, asked.rounds):
             times[batch] = one
             asked.times.write_bytes(pickle.dumps(times))
             print(f"{batch}: {len(one)} plans, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         return
-    known = pickle.loads(asked.times.read_bytes()).items() if asked.times else measured(plans, asked.device)
+    known = (
+        pickle.loads(asked.times.read_bytes()).items() if asked.times else measured(plans, asked.device, asked.rounds)
+    )
     print("| batch | best | auto ms | best ms | regret |\n| --- | --- | --- | --- | --- |")
     ratios = []
     for batch, one in known:
