@@ -68,7 +68,7 @@ MANY_REGIONS = 150_000
 
 The closed form counts all regions and takes longer than the event simulator, which counts rings by position.
 """
-NEAR_PERMILLE = 1008
+NEAR_PERMILLE = 1030
 """Dynamic plans with at most this time, per mille of the fastest one's, are compared under wrong prices as well."""
 WRONG_PERCENT = (70, 130)
 """The times of attention kernels under which they are compared, in per cent of those of the cost model."""
