@@ -488,8 +488,9 @@ def test_a_huge_static_schedule_is_left_out_unless_effort_is_high(
         ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 1, "", "blocks"),
         ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 2, "groups", "blocks"),
         ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200)}, 2, "blocks", "blocks"),
+        ({"blocks": (1000, 800, 1300), "groups": (1007, 810, 1200), "dp": (1006, 800, 1300)}, 2, "dp", "blocks"),
     ],
-    ids=["safer", "less safe", "too slow", "one node", "static is not preferred", "static stays"],
+    ids=["safer", "less safe", "too slow", "one node", "static is not preferred", "static stays", "static between"],
 )
 def test_of_nearly_equal_plans_the_safer_one_is_taken(
     times: dict[str, tuple[int, int, int]], nodes: int, static: str, taken: str, monkeypatch: pytest.MonkeyPatch

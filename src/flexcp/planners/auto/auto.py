@@ -281,11 +281,13 @@ class _Search:
         """Choose between dynamic plans that are nearly equally fast by their times if kernels are slower or faster.
 
         The plan is taken that is farthest behind the fastest of them the least. Static plans are left alone: one that
-        is faster by events is taken, and none is preferred to a faster dynamic one.
+        is faster by events is taken, none is preferred to a faster dynamic one, and no plan that is slower than one is
+        near.
         """
         best, request = self.best, self.request
         assert best is not None
-        near = [s for s in self.simulated if not s.candidate.is_static and s.ns * 1000 <= best.ns * NEAR_PERMILLE]
+        most = min([best.ns * NEAR_PERMILLE // 1000, *(s.ns for s in self.simulated if s.candidate.is_static)])
+        near = [s for s in self.simulated if not s.candidate.is_static and s.ns <= most]
         many = any(len(one.transfers) > MANY_TRANSFERS for s in near for pair in s.plan.programs for one in pair)
         if request.cluster.nodes == 1 or not request.cost.attention_alone(request.shape):
             return
