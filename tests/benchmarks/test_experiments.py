@@ -64,9 +64,10 @@ def test_both_models_are_judged_on_what_they_were_not_fitted_to(load: Any) -> No
     # Measured plans that planners no longer make are skipped. When none is left, the raw file must be measured again.
     assert len(raw["plans"]) == 36 and fit.plan_slots(raw)
     rows = fit.rows(raw)
-    stated, pairs, tiles, plans, longer = (errors for _, _, errors in rows)
+    stated, pairs, short, tiles, plans, longer = (errors for _, _, errors in rows)
+    assert pairs.count + short.count == 24 and short.median > pairs.worst
     assert (tiles.count, longer.count) == (48, 34) and plans.count > 0
     assert max(tiles.median, plans.median) <= 0.05 and max(tiles.p90, plans.p90) <= 0.12
     assert tiles.p90 < pairs.p90 and plans.p90 < stated.p90 and longer.median < stated.median
     lines = fit.table(rows)
-    assert len(lines) == 7 and f"| {plans.count} | {plans.median:.1%} | {plans.p90:.1%} |" in lines[5]
+    assert len(lines) == 8 and f"| {plans.count} | {plans.median:.1%} | {plans.p90:.1%} |" in lines[6]
