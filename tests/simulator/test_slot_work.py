@@ -18,7 +18,7 @@ from flexcp.masks import area
 from flexcp.plan.placement import Regions
 from flexcp.plan.plan import Plan
 from flexcp.schedule.rings import count_static_pairs, rings_of
-from flexcp.schedule.work import Pairs, rank_work
+from flexcp.schedule.work import Pairs, count_pairs, cut_regions, rank_work
 from flexcp.simulator.slot_work import slot_ns, slot_work
 
 STRATEGIES = [
@@ -146,3 +146,20 @@ def test_where_heads_are_split_the_first_pass_pays_for_the_ranks_own_rows_only(s
         found = slot_work(plan, 0, backward)
         tiles = (found.work - found.pairs).sum(axis=1)
         assert tiles.tolist() == [price * 4 * (rows // 4 // 128 + rows // 128)] * 4
+
+
+def test_the_closed_form_counts_the_row_tiles_of_own_rows() -> None:
+    machine = flexcp.cluster("h100", 1, 4)
+    plan = flexcp.Planner(16, 4, 64, cluster=machine, strategy="groups:team=4+split=all")([4096, 1000])
+    placement, (regions,) = plan.placement, plan.placement.regions
+    pairs = count_pairs(placement, regions, cut_regions(placement, plan.batch.masks[0], regions))
+    begin, runs = plan.batch.starts[regions.document], placement.runs
+    first, last = begin + regions.q0, begin + regions.q1
+    rows = np.minimum(last[:, None], runs.stop) - np.maximum(first[:, None], runs.start)
+    tiles = -(-np.maximum(rows, 0) // 128) * (regions.rank[:, None] == runs.rank)
+    assert pairs.own_tiles is not None and (tiles.sum(axis=1) < -(-(last - first) // 128)).any()
+    np.testing.assert_array_equal(pairs.own_tiles, tiles.sum(axis=1))
+    own, *_ = rank_work(placement, regions, pairs, plan.cost)
+    heads = regions.h1 - regions.h0
+    expected = np.bincount(regions.rank, (pairs.own + pairs.own_tiles * plan.cost.row_tile_pairs) * heads)
+    np.testing.assert_array_equal(own, expected)
