@@ -19,7 +19,7 @@ from flexcp.simulator.training import pass_models, simulate
 
 COST, SHAPE = CostModel(), Shape(8, 2, 64, 64)
 BATCHES = [
-    make_batch([30_000, 30_000], causal()),
+    make_batch([30_000, 30_000, 5000], causal()),
     make_batch([30_000, *[900] * 20], masks={"causal": (causal(), 2), "full": (full(), 1)}),
     make_batch([20_000, 9000, 9000, 700], masks={"causal": (causal(), 1), "window": (window(600), 3)}),
 ]
@@ -32,7 +32,7 @@ BATCHES = [
         (BATCHES[1], 3, 2, 0, [False, False]),
         (BATCHES[1], 3, 2, 24 << 20, [True, False]),
         (BATCHES[2], 3, 2, 0, [False, False]),
-        (BATCHES[2], 3, 2, 16 << 20, [True, False]),
+        (BATCHES[2], 3, 2, 10 << 20, [True, False]),
     ],
 )
 def test_one_direction_in_other_stages_is_all_that_changes(
