@@ -16,7 +16,7 @@ from flexcp.calibration import Calibration, Errors, read_calibration
 from flexcp.cost import NO_CONTENTION, CostModel, Model
 from flexcp.measure.calibrate.calibrate import Measured, calibrated
 from flexcp.measure.calibrate.fit import KernelFit, Sample, errors, fit_and_judge, fit_kernels, fit_link, split
-from flexcp.measure.calibrate.kernels import KernelTask
+from flexcp.measure.calibrate.kernels import KernelTask, sample_of
 from flexcp.measure.calibrate.layers import LayerTimes
 from flexcp.measure.calibrate.links import SIZES, LinkTimes
 from flexcp.shape import Shape
@@ -42,6 +42,14 @@ def test_a_fit_finds_what_made_the_times() -> None:
     assert (noisy.forward, noisy.backward) == pytest.approx((0.02, 0.06), rel=0.05)
     with pytest.raises(ValueError, match="both directions; got 12"):
         fit_kernels([s for s in samples() if not s.backward])
+
+
+@pytest.mark.parametrize(
+    "name, tokens, short",
+    [("docs64", 4096, True), ("docs64", 8192, False), ("docs16", 2048, False), ("full", 256, False)],
+)
+def test_documents_are_short_if_they_have_less_than_a_row_tile_in_the_mean(name: str, tokens: int, short: bool) -> None:
+    assert sample_of(name, tokens, Shape(8, 2, 64, 64), False, 1.0).short == short
 
 
 def test_on_a_gpu_short_documents_are_not_fitted_and_judged_separately() -> None:
