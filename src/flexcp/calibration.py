@@ -25,6 +25,8 @@ from flexcp.io.plain_values import shown
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
 """The fields of a :class:`~flexcp.clusters.Cluster` that a calibration may replace."""
+SHORT_DOCUMENTS = "kernels, short documents"
+"""The errors of a GPU's kernels on documents shorter than a row tile, which no price of row tiles fits."""
 
 
 @dataclass(frozen=True)

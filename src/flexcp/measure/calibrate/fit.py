@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.calibration import Errors
+from flexcp.calibration import SHORT_DOCUMENTS, Errors
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -70,12 +70,12 @@ def split(samples: Sequence[T]) -> tuple[list[T], list[T]]:
 
 
 def fit_and_judge(samples: Sequence[Sample], gpu: bool) -> tuple[KernelFit, dict[str, Errors]]:
-    """Return (the fit, its errors on held-out samples: ``kernels`` and, on a GPU, ``kernels, short documents``)."""
+    """Return (the fit, its errors on held-out samples: ``kernels`` and, on a GPU, those of short documents)."""
     # Sorted by time, so that held-out samples lie between fitted ones.
     fitted, held = split(sorted(samples, key=lambda s: s.ns))
     made = fit_kernels([s for s in fitted if not (gpu and s.short)])
     kinds = {"kernels": [s for s in held if not (gpu and s.short)]}
-    kinds |= {"kernels, short documents": [s for s in held if gpu and s.short]}
+    kinds |= {SHORT_DOCUMENTS: [s for s in held if gpu and s.short]}
     found = {name: errors([made.ns(s) for s in each], [s.ns for s in each]) for name, each in kinds.items() if each}
     return made, found
 
