@@ -30,11 +30,12 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
     return [
         (
             "How well the cost models fit kernels measured on an H200",
-            "`python benchmarks/kernel_fit.py`: raw times of the `hopper` kernel on one H200 (benchmarks/h200.json), "
-            "fitted as `flexcp calibrate` fits them, errors on what was not fitted. Planners use pairs and row tiles; "
-            "`flexcp simulate`, `compare` and `bench step` with such a calibration time a finished plan by prices of "
-            "tiles. The tables below are of other GPUs and use the analytic model. Kernels of 100 ms and more run "
-            "slower than the fit says, because the chip lowers its clock.",
+            "`python benchmarks/kernel_fit.py`: raw times of one H200, of the `hopper` kernel (benchmarks/h200.json) "
+            "and of those that run with `flexcp[fa4]` (benchmarks/h200_cute.json), fitted as `flexcp calibrate` fits "
+            "them, errors on what was not fitted. Planners use pairs and row tiles; `flexcp simulate`, `compare` and "
+            "`bench step` with such a calibration time a finished plan by prices of tiles. The tables below are of "
+            "other GPUs and use the analytic model. Kernels of 100 ms and more run slower than the fit says, because "
+            "the chip lowers its clock.",
             lambda: [*kernel_fit.read_table(), ""],
         ),
         (

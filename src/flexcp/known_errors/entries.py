@@ -43,6 +43,19 @@ ROWS: dict[str, Row] = {
         "make kernel-fit",
         "predictions.md",
     ),
+    "kernels, analytic, fa4": Row(
+        "kernels",
+        "attention calls on one H200 with flexcp[fa4], whose kernels are faster, analytic cost model",
+        "make kernel-fit",
+        "predictions.md",
+    ),
+    "kernels, fitted, fa4": Row(
+        "kernels",
+        "attention calls on one H200 with flexcp[fa4] that were not fitted, documents of a row tile or more, pairs and "
+        "row tiles",
+        "make kernel-fit",
+        "predictions.md",
+    ),
     "links, box": Row("links", "messages between CPU ranks that were not fitted", "make box", "box.md"),
     "steps, box at 0.1": Row(
         "steps", "attention steps of CPU ranks, communication 0.1 of compute", "make box", "box.md"
