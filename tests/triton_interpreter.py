@@ -28,7 +28,8 @@ def interpreting_pool(size: int) -> Iterator[RankPool]:
 
 def _use_interpreter(group: Any) -> None:
     """Make this process import Triton again, with the interpreter; flexcp's kernels must not be imported yet."""
-    early = [name for name in ("row_kernels", "triton.kernel") if f"flexcp.executor.kernels.{name}" in sys.modules]
+    kernels = ("flexcp.executor.kernels.row_kernels", "flexcp.executor.kernels.triton.")
+    early = [name for name in sys.modules if name.startswith(kernels)]
     assert not early, f"imported before the interpreter was chosen: {early}"
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):

@@ -17,6 +17,9 @@ from torch import Tensor
 from flexcp import masks
 from flexcp.executor.kernels import Settings, reference
 from flexcp.executor.kernels.triton import kernel as triton_kernel
+from flexcp.executor.kernels.triton import turns
+from flexcp.executor.kernels.triton import work as triton_work
+from flexcp.executor.kernels.triton.block_sizes import forward_blocks, keys_blocks, queries_blocks
 from flexcp.masks import Mask
 
 
@@ -40,8 +43,8 @@ class Case:
     wide: bool = False  # q, k, v are views of wider tensors; heads and rows not used hold NaN
     # Tiles that a group of heads processes in one turn, and blocks in the shortest part of a tile of keys. With the
     # kernel's own values it takes hundreds of tokens before groups take turns or tiles are split.
-    chunk: int = triton_kernel.CHUNK
-    shortest: int = triton_kernel.SHORTEST_PART
+    chunk: int = turns.CHUNK
+    shortest: int = triton_work.SHORTEST_PART
     long: bool = False  # only with --long
 
 
@@ -87,7 +90,11 @@ def shares(case: Case) -> dict[str, float]:
     """Return error / allowed error of each result; allowed is twice the reference kernel's error plus one rounding."""
     slices, tokens = _slices(case)
     inputs = _inputs(case, tokens)
-    with patch.object(triton_kernel, "CHUNK", case.chunk), patch.object(triton_kernel, "SHORTEST_PART", case.shortest):
+    with (
+        patch.object(turns, "CHUNK", case.chunk),
+        patch.object(triton_kernel, "CHUNK", case.chunk),
+        patch.object(triton_work, "SHORTEST_PART", case.shortest),
+    ):
         mine = _run(case, inputs, slices)
     clean = [torch.where(torch.isnan(x), 0.0, x) for x in inputs]
     own = _run(replace(case, calls=1, fresh=False), clean, slices, reference)
@@ -132,14 +139,14 @@ def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel: Any = tri
     works = [kernel.prepare(slices[i :: case.calls], *sizes) for i in range(case.calls)]
     for work in works:
         if kernel is triton_kernel:
-            blocks = replace(triton_kernel.forward_blocks(work, q.dtype), tma=case.descriptors)
+            blocks = replace(forward_blocks(work, q.dtype), tma=case.descriptors)
             kernel.launch_forward(q, k, v, work, fresh, out, lse, blocks)
         else:
             kernel.forward(q, k, v, work, settings, out, lse)
     delta = torch.where(torch.isnan(do), 0.0, do).to(precise).mul(out).sum(-1)
     for work in works:
         if kernel is triton_kernel:
-            sides = [f(work, q.dtype) for f in (triton_kernel.keys_blocks, triton_kernel.queries_blocks)]
+            sides = [f(work, q.dtype) for f in (keys_blocks, queries_blocks)]
             _assert_taken_apart(case, work, *sides)
             sides = [replace(b, tma=case.descriptors) for b in sides]
             kernel.launch_backward(q, k, v, do, lse, delta, work, fresh, dq, dk, dv, *sides)

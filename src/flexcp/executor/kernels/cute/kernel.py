@@ -54,7 +54,8 @@ from flexcp.executor.kernels.hopper.tiles import (
 )
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.kernels.tiles import SegmentList, segment_list, useful
-from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, check, multiprocessors
+from flexcp.executor.kernels.triton.arguments import ALIGNMENT, aligned
+from flexcp.executor.kernels.triton.work import check, multiprocessors
 from flexcp.masks import Q0, Q1
 
 FRESH = True

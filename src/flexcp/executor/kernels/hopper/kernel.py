@@ -29,16 +29,9 @@ from flexcp.executor.kernels.hopper.tiles import (
     tiles_in_turn,
 )
 from flexcp.executor.kernels.tiles import SegmentList, TileList, segment_list, useful
-from flexcp.executor.kernels.triton.kernel import (
-    WorkList,
-    aligned,
-    base_of,
-    check,
-    multiprocessors,
-    pack_statistics,
-    scales,
-    strides,
-)
+from flexcp.executor.kernels.triton.arguments import aligned, base_of, scales, strides
+from flexcp.executor.kernels.triton.statistics import pack_statistics
+from flexcp.executor.kernels.triton.work import WorkList, check, multiprocessors
 
 FRESH = True
 HEAD_SIZES = (64, 128)

@@ -5,15 +5,9 @@ head ``m % PACK``. So less of a diagonal is wasted, and keys are read once for a
 online softmax from the running output and LSE (maximum = LSE, sum = 1) or from nothing (``FRESH``), walks the tile's
 entries, and stores both back.
 
-Logits are in base 2, or in base e for float32, because the rounded factor between them would change every logit. Clear
-blocks of an entry need no mask. Edge blocks are masked, and no key beyond the entry's last is used, because memory
-there may hold anything.
-
-A block is as wide as the next power of two of the head size (``BLOCK_D``, ``BLOCK_V``). Columns beyond the head size
-are read as zeros, by masks or by the bounds of the tensor descriptor, and are never written.
-
-Integer arguments are never specialised, so no batch makes the kernel compile again. Only properties of the model are
-constants (dtype, head sizes, heads per KV head, softcap or not).
+Clear blocks of an entry need no mask. Edge blocks are masked, and no key beyond the entry's last is used, because
+memory there may hold anything. The base of the logits and the width of blocks are those of all Triton kernels
+(:mod:`flexcp.executor.kernels.triton.arithmetic`, :mod:`flexcp.executor.kernels.triton.programs`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,27 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from flexcp.executor.kernels.triton.arithmetic import added, base_of, power, tanh
+from flexcp.executor.kernels.triton.programs import UNSPECIALISED, load_block, whose
 
-UNSPECIALISED = [
-    "n_tiles",
-    "groups",
-    "chunk",
-    "n_programs",
-    "scale",
-    "softcap",
-    "sq0",
-    "sq1",
-    "sk0",
-    "sk1",
-    "sv0",
-    "sv1",
-    "so0",
-    "so1",
-    "sl0",
-    "sl1",
-]
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -297,36 +274,6 @@ def _tile(
 
 
 @triton.jit
-def whose(program, n_tiles, groups, chunk):
-    """Return the tile and the group of heads of item ``program``.
-
-    Each group takes ``chunk`` tiles before the next group's turn. With large chunks, programs that run at the same time
-    read the same keys; with small ones, long tiles of the last group do not start late.
-    """
-    first = program // (chunk * groups) * chunk
-    within = program - first * groups
-    width = tl.minimum(chunk, n_tiles - first)
-    return first + within % width, within // width
-
-
-@triton.jit
-def load_block(
-    x, row, head, s0, s1, n, d, live, N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr
-):
-    """Load ``N`` rows of one head from row ``row`` on.
-
-    A tensor descriptor (``TMA``) ignores ``live``. Pointers give 0 where ``live`` is false, unless ``WHOLE`` says that
-    it never is.
-    """
-    if TMA:
-        block = x.load([row, head, 0]).reshape(N, BLOCK_D)
-    else:
-        at = x + row * s0.to(tl.int64) + head * s1.to(tl.int64) + (n * s0)[:, None] + d[None, :]
-        block = tl.load(at) if WHOLE else tl.load(at, mask=live, other=0.0)
-    return block
-
-
-@triton.jit
 def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Return logits as (s, unit), meaning ``s * unit``.
 
@@ -335,37 +282,3 @@ def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
     if SOFTCAP:
         return tanh(s_MN * scale), softcap * base_of(PRECISION)
     return s_MN, scale
-
-
-@triton.jit
-def added(acc, a, b, PRECISION: tl.constexpr):
-    """Return ``acc + a @ b``.
-
-    In float32 the product of a block is summed by itself first, so that chains of roundings stay short. It is written
-    as a difference, because Triton would merge a sum into one chain again.
-    """
-    exact: tl.constexpr = PRECISION == "ieee"
-    return acc - tl.dot(-a, b, input_precision="ieee") if exact else tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def power(x, PRECISION: tl.constexpr):
-    """Return the base of the logits (e for float32, else 2) to the power of ``x``."""
-    return tl.exp(x) if PRECISION == "ieee" else tl.exp2(x)
-
-
-@triton.jit
-def base_of(PRECISION: tl.constexpr):
-    """Return the factor from natural logits to those of the kernel: 1 for float32, else log2(e)."""
-    return 1.0 if PRECISION == "ieee" else LOG2E
-
-
-@triton.jit
-def tanh(x):
-    """Return tanh(x) to float32 precision; near 0, where the closed form cancels, by a series."""
-    y = tl.minimum(tl.abs(x), 20.0)
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 * LOG2E)))
-    far = tl.where(x < 0, -far, far)
-    w = x * x
-    near = x * (1.0 - w * (0.33333334 - w * (0.13333334 - w * (0.053968254 - w * 0.021869488))))
-    return tl.where(y < 0.25, near, far)

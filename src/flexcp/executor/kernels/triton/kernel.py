@@ -1,149 +1,35 @@
 """The Triton kernel: attention on any NVIDIA GPU from Ampere (sm80) on, and on the CPU by Triton's interpreter.
 
-``prepare`` makes a work list once for all layers of a step: tiles of rows for the forward and for dq, tiles of keys for
-dk and dv, each when it is first needed. ``forward`` and ``backward`` only launch kernels. Long tiles of keys are split
-among programs, which add to dk and dv in any order; with ``settings.deterministic`` they are not split, and gradients
-are bitwise the same in every run.
+It has the interface of :mod:`flexcp.executor.kernels`. ``prepare`` makes a work list once for all layers of a step.
+``forward`` and ``backward`` only launch kernels: the forward one over tiles of rows; the backward one over tiles of
+keys, for dk and dv, and one over tiles of rows, for dq. ``launch_forward`` and ``launch_backward`` do the same with
+blocks of given sizes. Long tiles of keys are split among programs, which add to dk and dv in any order; with
+``settings.deterministic`` they are not split, and gradients are bitwise the same in every run.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexcp.executor.kernels import Ints, Settings
-from flexcp.executor.kernels.tiles import TileList, split, tile_list, transposed, useful
-from flexcp.executor.kernels.triton.backward import keys_kernel, pack_kernel, queries_kernel
+from flexcp.executor.kernels.tiles import tile_list, transposed, useful
+from flexcp.executor.kernels.triton.arguments import aligned, base_of, columns, described, scales, strides
+from flexcp.executor.kernels.triton.block_sizes import forward_blocks, keys_blocks, queries_blocks
 from flexcp.executor.kernels.triton.forward import forward_kernel
+from flexcp.executor.kernels.triton.keys import keys_kernel
+from flexcp.executor.kernels.triton.queries import queries_kernel
+from flexcp.executor.kernels.triton.statistics import pack_statistics
+from flexcp.executor.kernels.triton.turns import CHUNK, item_order
+from flexcp.executor.kernels.triton.work import Blocks, WorkList, check, multiprocessors
 
 FRESH = True
 LARGEST_HEAD, HEAD_STEP = 256, 8
 """Head sizes are multiples of ``HEAD_STEP`` up to ``LARGEST_HEAD``."""
-NARROWEST = 16
-"""The fewest columns of a matrix product."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PACK_BLOCK = 1024
-RESIDENT = 2
-"""Programs that run at a time on one multiprocessor."""
-PARTS, SHORTEST_PART = 6, 16
-"""For dk and dv: about how many parts of tiles each running program gets, and the fewest blocks of a part."""
-CHUNK, UNEVEN = 32, 0.07
-"""How many tiles a group of heads takes per turn, if tiles are uneven; and when they are uneven.
-
-They are if the longest tile is more than the share ``UNEVEN`` of one program's work.
-"""
-ALIGNMENT, UNIT = 16, 16
-"""Inputs begin at a multiple of ``ALIGNMENT`` bytes, and their strides are multiples of ``UNIT`` elements.
-
-``UNIT`` is 8 instead for head sizes that are no multiple of 16. Other inputs are copied.
-"""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Sizes of one kernel: packed queries (``m``) and keys (``n``) of a block, and warps of a GPU program.
-
-    A packed query is a token and one of the query heads that share a KV head. ``stages`` and ``edge_stages`` are the
-    depths of the software pipelines of blocks without and with a mask.
-    """
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-    edge_stages: int = 1
-    tma: bool = False
-    """Whether blocks are loaded by tensor descriptors (the copy engine of Hopper and later GPUs)."""
-
-    def pack(self, share: int) -> int:
-        """Return how many of the ``share`` query heads of a KV head are in one block: the largest divisor that fits."""
-        fit = [p for p in range(1, min(share, self.m) + 1) if share % p == 0]
-        # The boxes of a tensor descriptor must fill a block exactly.
-        return max(p for p in fit if not self.tma or self.m % p == 0)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A tile list on the host (``counts``), and its tables on the device."""
-
-    counts: TileList
-    tiles: Tensor
-    entries: Tensor
-
-    @staticmethod
-    def on_device(made: TileList, device: torch.device) -> Tiles:
-        """Upload a tile list."""
-        tables = (torch.from_numpy(x.reshape(-1)) for x in (made.tiles, made.entries))
-        if device.type == "cuda":
-            return Tiles(made, *(t.pin_memory().to(device, non_blocking=True) for t in tables))
-        return Tiles(made, *tables)
-
-    def __len__(self) -> int:
-        return len(self.counts.tiles)
-
-
-class WorkList:
-    """The slices of a call as tiles, for the given heads; each kernel's tiles are made when they are first needed."""
-
-    def __init__(self, slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device):
-        self.slices, self.heads, self.kv_heads, self.device = slices, heads, kv_heads, numbered(device)
-        self.head_dim, self.v_head_dim, self.share = head_dim, v_head_dim, heads // kv_heads
-        self.widest = max(head_dim, v_head_dim)
-        self.unit = math.gcd(UNIT, head_dim, v_head_dim)
-
-    @cached_property
-    def copy_engine(self) -> bool:
-        """Whether the device can load blocks by tensor descriptors (Hopper, data-centre Blackwell)."""
-        return self.device.type == "cuda" and (9, 0) <= torch.cuda.get_device_capability(self.device) < (12, 0)
-
-    @cached_property
-    def residents(self) -> int:
-        """How many GPU programs run at a time.
-
-        On a CPU (Triton's interpreter) it is a small number, so that tests split short lists too.
-        """
-        return RESIDENT * (multiprocessors(self.device) if self.device.type == "cuda" else 2)
-
-    @cached_property
-    def _made(self) -> dict[tuple[str, int, int], Tiles]:
-        return {}
-
-    def rows(self, blocks: Blocks) -> Tiles:
-        """Return tiles of packed query rows (a token and a head), for blocks of these sizes."""
-        return self._tiles("rows", blocks.m // blocks.pack(self.share), blocks.n)
-
-    def keys(self, blocks: Blocks) -> Tiles:
-        """Return tiles of keys with blocks of packed query rows, for blocks of these sizes."""
-        return self._tiles("keys", blocks.n, blocks.m // blocks.pack(self.share))
-
-    def split_keys(self, blocks: Blocks) -> Tiles:
-        """Return tiles of keys like :meth:`keys`, with long ones split for balance."""
-        return self._tiles("split", blocks.n, blocks.m // blocks.pack(self.share))
-
-    def _tiles(self, side: str, height: int, block: int) -> Tiles:
-        """Return the tiles of one side ("rows", "keys" or "split"), made on first use.
-
-        ``height`` is the number of rows (or keys) of a tile, ``block`` that of keys (or rows) of a block.
-        """
-        key = (side, height, block)
-        if key not in self._made:
-            if side == "rows":
-                made = tile_list(self.slices, height, block)
-            else:
-                made = tile_list(transposed(self.slices), height, block, odd_clear=False)
-            if side == "split":
-                each = made.blocks * self.kv_heads // (self.residents * PARTS)
-                made = split(made, block, max(SHORTEST_PART, each))
-            self._made[key] = Tiles.on_device(made, self.device)
-        return self._made[key]
 
 
 def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> WorkList:
@@ -209,7 +95,7 @@ def launch_forward(
     check(work, supports, q, k, v, out_THV, lse_TH)
     pack = blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
-    k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
+    k_at, v_at = (described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
     forward_kernel[_grid(programs, settings.sm_margin, work.device)](
         q,
         k_at,
@@ -218,7 +104,7 @@ def launch_forward(
         lse_TH,
         tiles.tiles,
         tiles.entries,
-        *_order(tiles, work.heads // pack, work),
+        *item_order(tiles, work.heads // pack, work),
         programs,
         *scales(settings, q.dtype),
         *strides(q, k, v, out_THV, lse_TH, unit=work.unit),
@@ -293,13 +179,13 @@ def _launch_keys(
     """Launch the kernel of dk and dv."""
     if settings.deterministic:
         tiles = work.keys(blocks)
-        order = _order(tiles, work.kv_heads, work)
+        order = item_order(tiles, work.kv_heads, work)
     else:
         tiles = work.split_keys(blocks)
         order = (len(tiles), work.kv_heads, CHUNK)
     pack, programs, rows = blocks.pack(work.share), len(tiles) * work.kv_heads, len(q)
     packed = pack_statistics(lse, delta, pack, base_of(q.dtype))
-    q_at, do_at = (_described(x, blocks.m // pack, pack) if blocks.tma else x for x in (q, do))
+    q_at, do_at = (described(x, blocks.m // pack, pack) if blocks.tma else x for x in (q, do))
     keys_kernel[_grid(programs, settings.sm_margin, work.device)](
         q_at,
         k,
@@ -339,7 +225,7 @@ def _launch_queries(
     """Launch the kernel of dq."""
     tiles, pack = work.rows(blocks), blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
-    k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
+    k_at, v_at = (described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
     queries_kernel[_grid(programs, settings.sm_margin, work.device)](
         q,
         k_at,
@@ -350,7 +236,7 @@ def _launch_queries(
         dq,
         tiles.tiles,
         tiles.entries,
-        *_order(tiles, work.heads // pack, work),
+        *item_order(tiles, work.heads // pack, work),
         programs,
         *scales(settings, q.dtype),
         *strides(q, k, v, do, lse, delta, dq, unit=work.unit),
@@ -360,55 +246,6 @@ def _launch_queries(
         FRESH=settings.fresh,
         **_sizes(q, work, blocks, settings),
     )
-
-
-def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) -> Tensor:
-    """Return LSE times ``base``, and delta, as a flat float32 tensor in the order ``[2, heads / pack, rows, pack]``.
-
-    So the numbers of a block of packed queries are adjacent. The tensor is a little longer than that, because a block
-    may reach past the last row.
-    """
-    rows, heads = lse_TH.shape
-    packed = torch.empty(2 * rows * heads + PACK_BLOCK, dtype=torch.float32, device=lse_TH.device)
-    pack_kernel[(triton.cdiv(rows * pack, PACK_BLOCK), heads // pack)](
-        lse_TH, delta_TH, packed, rows, *strides(lse_TH, delta_TH), PACK=pack, BLOCK=PACK_BLOCK, BASE=base
-    )
-    return packed
-
-
-def _float32_blocks(work: WorkList) -> Blocks:
-    """Return the block sizes that all kernels use in float32."""
-    return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
-
-
-def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of the forward kernel.
-
-    They are those that were fastest on an H200 (docs/kernels.md), or that fit the shared memory of other GPUs.
-    """
-    if dtype == torch.float32:
-        return _float32_blocks(work)
-    if work.copy_engine:
-        return Blocks(128, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(128, 64, 8, 2, tma=True)
-    return Blocks(128, 64, 8, 2) if work.widest <= 128 else Blocks(64, 32, 4, 2)
-
-
-def keys_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of the kernel of dk and dv."""
-    if dtype == torch.float32:
-        return _float32_blocks(work)
-    if work.copy_engine:
-        return Blocks(64, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(64, 64, 8, 1, tma=True)
-    return Blocks(64, 64, 4, 1) if work.widest <= 128 else Blocks(32, 32, 4, 1)
-
-
-def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of the kernel of dq."""
-    if dtype == torch.float32:
-        return _float32_blocks(work)
-    if work.copy_engine:
-        return Blocks(64, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(64, 32, 8, 2, tma=True)
-    return Blocks(64, 64, 4, 1) if work.widest <= 128 else Blocks(32, 32, 4, 1)
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
@@ -425,36 +262,6 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
     queries = useful(slices, tile_list(slices, rows, back.n), rows * back.n)
     keys = useful(slices, tile_list(transposed(slices), back.n, rows, odd_clear=False), rows * back.n)
     return 7 / (3 / queries + 4 / keys)  # three of seven products are dq's
-
-
-def tiles_in_turn(made: TileList, groups: int, residents: int) -> int:
-    """Return how many tiles a group of heads takes before the next group's turn; ``residents`` programs run at a time.
-
-    Programs that run at the same time should read the same keys. So if tiles are even, a group takes all of them in one
-    turn (on an H200 with a full mask and 16,384 tokens the forward ran at 457 TFLOP/s that way, and at 447 in turns of
-    32). But then long tiles of the last group start late, and the launch waits for them at its end. So if the longest
-    tile is a large share of one program's work, groups take turns of ``CHUNK`` tiles.
-    """
-    uneven = made.longest > UNEVEN * made.blocks * groups / residents
-    return CHUNK if uneven else len(made.tiles)
-
-
-def _order(tiles: Tiles, groups: int, work: WorkList) -> tuple[int, int, int]:
-    """Return the number of tiles, the number of groups of heads, and how many tiles a group takes per turn."""
-    return len(tiles), groups, tiles_in_turn(tiles.counts, groups, work.residents)
-
-
-def numbered(device: torch.device) -> torch.device:
-    """Return the device with its number, as tensors name it: ``cuda`` is the current CUDA device."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _grid(programs: int, margin: int, device: torch.device) -> tuple[int]:
@@ -484,79 +291,3 @@ def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dic
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
     }
-
-
-def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """Return the tensor descriptor for blocks of ``rows`` rows and ``heads`` heads.
-
-    Columns of a block beyond the head size are read as zeros.
-    """
-    block = [rows, heads, columns(x_THD.shape[2])]
-    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), block)
-
-
-def columns(size: int) -> int:
-    """Return the width of a block for a head size: the next power of two, as Triton needs, at least ``NARROWEST``."""
-    return max(NARROWEST, int(triton.next_power_of_2(size)))
-
-
-def base_of(dtype: torch.dtype) -> float:
-    """Return the factor from natural logits to those of the kernels: log2(e), or 1 for float32 (no rounding)."""
-    return 1.0 if dtype == torch.float32 else math.log2(math.e)
-
-
-def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the factor of q.k, and the softcap (0 for none); raise ValueError if the scale is not above 0.
-
-    Without a softcap the factor times q.k is a logit in the kernels' base; with one it is the argument of tanh.
-    """
-    if not settings.scale > 0:
-        raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
-    if settings.softcap is None:
-        return settings.scale * base_of(dtype), 0.0
-    return settings.scale / settings.softcap, settings.softcap
-
-
-def strides(*tensors: Tensor, unit: int = UNIT) -> list[int]:
-    """Return the strides of rows and heads of each tensor, as integers for a launch.
-
-    They are in units of ``unit`` elements for 3-D tensors, and in elements for 2-D ones (statistics).
-    """
-    return [s if t.dim() == 2 else s // unit for t in tensors for s in t.stride()[:2]]
-
-
-def aligned(x: Tensor, unit: int = UNIT) -> Tensor:
-    """Return the tensor itself if the kernel's 16-byte loads can read it, else a contiguous copy."""
-    return x if _fits(x, unit) and x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.contiguous()
-
-
-def _fits(x: Tensor, unit: int) -> bool:
-    """Return whether the strides are multiples of ``unit`` elements and columns are adjacent."""
-    apart = (stride % unit == 0 for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1)
-    return x.stride(2) == 1 and all(apart)
-
-
-def check(
-    work: WorkList, supports: Callable[..., str | None], q: Tensor, k: Tensor, v: Tensor, *others: Tensor
-) -> None:
-    """Raise if tensors do not fit the work list.
-
-    Raises ValueError for another device, unsuitable strides, several dtypes, or other heads or head sizes, and
-    NotImplementedError for what ``supports``, the kernel's function, refuses.
-    """
-    for x in (q, k, v, *others):
-        if x.device != work.device:
-            raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")
-        if x.dim() == 3 and not _fits(x, work.unit):
-            raise ValueError(
-                f"results need rows and heads at multiples of {work.unit} elements; got strides {tuple(x.stride())}"
-            )
-    reason = supports(work.device, q.dtype, work.head_dim, work.v_head_dim)
-    if reason:
-        raise NotImplementedError(reason)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v need one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
-    found = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    made = (work.heads, work.kv_heads, work.head_dim, work.v_head_dim)
-    if found != made:
-        raise ValueError(f"the work list is for (heads, KV heads, head size, V head size) {made}; got {found}")
