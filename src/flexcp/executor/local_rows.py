@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexcp.batch import Batch
 from flexcp.executor.arguments import named_kind, single
-from flexcp.executor.exchange.collectives import Collectives
+from flexcp.executor.exchange.collectives import Collectives, row_form
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.placement import Placement
@@ -225,9 +225,11 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
 def mean_over_ranks(total: Tensor, count: Tensor, collectives: Collectives, place: str) -> Tensor:
     """Return this rank's share of a mean over all ranks: ``total`` divided by the sum of all ranks' ``count``.
 
-    The divisor is at least 1. ``place`` names the call in errors.
+    The divisor is at least 1. ``place`` names the call in errors. Ranks may pass counts of different dtypes: the
+    sum of no weights, for example, is an integer in Python.
     """
-    return total / collectives.summed(place, count).clamp(min=1)
+    everyone = collectives.summed(place, count.to(torch.float64)).clamp(min=1)
+    return total / everyone.to(total.dtype)
 
 
 SentAndReceived = list[tuple[Tensor, Tensor]]
@@ -282,7 +284,7 @@ def _exchange_rows(
     on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in rows_by_peer]
     sends = {peer: local[on_device[peer][0]].contiguous() for peer in collectives.others}
     arriving = {peer: local.new_empty((len(on_device[peer][1]), *local.shape[1:])) for peer in collectives.others}
-    collectives.exchange(place, sends, arriving)
+    collectives.exchange(place, sends, arriving, row_form(local))
     for peer, (sent, got) in enumerate(on_device):
         out.index_add_(0, got, local[sent] if peer == collectives.rank else arriving[peer])
     return out

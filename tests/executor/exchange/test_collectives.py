@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.data.row_sharing import Peers
-from flexcp.executor.exchange.collectives import Collectives, Occasion
+from flexcp.executor.exchange.collectives import Collectives, Occasion, row_form
+from flexcp.executor.local_rows import mean_over_ranks
 from flexcp.frameworks import shared_batch
 from flexcp.measure.ranks import RankPool
 from flexcp.telemetry.gather_on_rank_0 import gather_on_rank_0
@@ -122,3 +123,69 @@ def test_whoever_waits_says_for_whom_and_where(three: RankPool, function: Any, p
 def test_a_meeting_says_who_did_not_come(three: RankPool) -> None:
     first, _, third = three.run(on_absence, meeting)
     assert "rank 0 waited for rank 1 for 2 s" in first and "rank 2 waited for rank 0 for 2 s" in third
+
+
+# --- tensors that differ between ranks --------------------------------------------------------------------------------
+
+
+def on_different_tensors(group: dist.ProcessGroup, forms: list[tuple[torch.dtype, list[int]]]) -> list[str]:
+    """Gather, and exchange rows, in a group of its own; return the errors."""
+    found = []
+    for call in ("gather", "rows"):
+        own = dist.new_group(list(range(RANKS)))
+        assert isinstance(own, dist.ProcessGroup)
+        collectives = Collectives(own, timedelta(seconds=30))
+        dtype, shape = forms[collectives.rank]
+        x = torch.ones(shape, dtype=dtype)
+        try:
+            if call == "gather":
+                collectives.gathered("gather", x)
+            else:
+                arriving = {rank: torch.empty_like(x) for rank in collectives.others}
+                collectives.exchange("rows", dict.fromkeys(collectives.others, x), arriving, row_form(x))
+            found.append("came through")
+        except ValueError as error:
+            found.append(str(error))
+            with pytest.raises(RuntimeError, match="unusable since an earlier failure"):
+                collectives.exchange("later", {}, {collectives.others[0]: x})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("forms", "words"),
+    [
+        pytest.param(
+            [(torch.float32, [4]), (torch.int32, [4]), (torch.float32, [4])], ("int32", "float32"), id="same width"
+        ),
+        pytest.param(
+            [(torch.float32, [4, 2]), (torch.float32, [4, 2]), (torch.float32, [4, 3])], ("3]", "2]"), id="longer rows"
+        ),
+        pytest.param(
+            [(torch.float64, [4]), (torch.float32, [4]), (torch.bfloat16, [4])], ("float", "float"), id="three dtypes"
+        ),
+    ],
+)
+def test_ranks_with_other_tensors_are_told_so_at_once(three: RankPool, forms: Any, words: tuple[str, str]) -> None:
+    """Gloo alone would read the bytes of one dtype as another, or end the process where a tensor is longer."""
+    errors = three.run(on_different_tensors, forms)
+    for rank, of_rank in enumerate(errors):
+        for place, error in zip(("gather", "rows"), of_rank, strict=True):
+            assert f"to {place} (call 1), and rank {rank} " in error and "same dtype and row size" in error
+            assert all(word in error for word in words), error
+
+
+def on_different_counts(group: dist.ProcessGroup) -> float:
+    collectives = Collectives(group, timedelta(seconds=30))
+    count = [torch.tensor(0), torch.tensor(2.5), torch.tensor(1.5, dtype=torch.float64)][collectives.rank]
+    return float(mean_over_ranks(torch.tensor(1.0), count, collectives, "share"))
+
+
+def test_counts_may_have_any_dtype(pool: RankPool) -> None:
+    assert pool.run(on_different_counts, ranks=RANKS) == [0.25] * RANKS
+
+
+def test_stamps_of_other_forms_differ() -> None:
+    forms = ("", row_form(torch.ones(3, 2)), row_form(torch.ones(3, 2).double()), row_form(torch.ones(3, 4)))
+    assert row_form(torch.ones(3, 2)) == row_form(torch.ones(9, 2)) == "rows of float32 of shape [2]"
+    assert len({Occasion("step.roll", 1, 1, form).stamp for form in forms}) == 4
+    assert Occasion("step.roll", 1, 1, tells_form=True).tag(0, 0) != Occasion("step.roll", 1, 1).tag(0, 0)
