@@ -17,6 +17,7 @@ from flexcp.measure.ranks import RankPool
 
 BUDGET = 150
 CAP = 40
+MICRO = Batches(micro_batches=True)
 
 
 def capped(ranks: int, **options: Any) -> flexcp.Planner:
@@ -169,3 +170,29 @@ def test_labels_without_a_sign_are_refused() -> None:
         pytest.raises(ValueError, match=r"field 'labels': labels are torch\.uint8, which holds no negative mark"),
     ):
         next(iter(loader))
+
+
+TREES = [flexcp.masks.shared_question([5, 5, 5], 10), flexcp.causal(), flexcp.masks.shared_question([2] * 8, 4)]
+
+
+def labels_of_trees(group: Any, known: bool) -> list[tuple[int, int, float]]:
+    """Return (labels that count, labels of this rank's edges, weight) of each part; every third label is ignored."""
+    lengths = [25, 30, 20]
+    ids = [torch.arange(1, n + 1) for n in lengths]
+    rows = [{"input_ids": x, "labels": torch.where(x % 3 == 0, -100, x)} for x in ids]
+    samples = Samples(labels="labels", lengths=lengths if known else None)
+    options = {"budget": 100, "group": group, "samples": samples, "mask": TREES, "planning": Planning(workers=0)}
+    with Loader(rows, capped(1 if group is None else group.size()), batches=MICRO, **options) as loader:
+        return [(int(b.valid), int(b.edges.counts.sum()) if b.edges else 0, b.weight) for b in loader]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_labels_of_trees_count_as_often_as_sequences_predict_them(pool: RankPool, ranks: int) -> None:
+    read, known = (pool.run(labels_of_trees, lengths, ranks=ranks) for lengths in (False, True))
+    assert [[(valid, weight) for valid, _, weight in got] for got in known] == [
+        [(valid, weight) for valid, _, weight in got] for got in read
+    ]
+    with_trees = [parts for parts in zip(*known, strict=True) if any(edges for _, edges, _ in parts)]
+    assert with_trees
+    for parts in with_trees:
+        assert {valid for valid, _, _ in parts} == {sum(edges for _, edges, _ in parts)}

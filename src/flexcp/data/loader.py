@@ -48,7 +48,7 @@ from flexcp.data.loader_settings import (
     with_old_arguments,
 )
 from flexcp.data.loader_state import FORMAT, PLACES, check_state
-from flexcp.data.local_batch import LocalBatch, local_batch
+from flexcp.data.local_batch import LocalBatch, local_batch, own_labels
 from flexcp.data.order import count_batches
 from flexcp.data.planning.plan_options import check_micro_batches, check_options
 from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
@@ -300,7 +300,7 @@ class Loader:
         if len(known) == len(spec.documents):
             valid = sum(known)
         else:
-            valid = self.peers.total(int((columns[LABELS] != ignore).sum()))
+            valid = self.peers.total(own_labels(kept, columns[LABELS], spec.documents, ignore))
         self.stats.tokens_saved += saved_tokens(part.plan.batch)
         self.stats.tokens_repeated += sum(d.repeated for d in spec.documents)
         batch = local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)

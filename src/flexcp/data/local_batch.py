@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.arrays.intervals import spread
-from flexcp.data.documents import BatchSpec
+from flexcp.data.documents import BatchSpec, Document
 from flexcp.data.row_sharing import Segments
-from flexcp.data.samples import LABELS, TOKENS
+from flexcp.data.samples import LABELS, TOKENS, times_predicted, tree_in
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.losses.averaging import CountOfAllRanks
 from flexcp.executor.losses.edges import Edges
@@ -114,6 +114,21 @@ def local_batch(
         epoch,
         edges=_edges(step, labels, ignore) if step.plan.batch.trees else None,
     )
+
+
+def own_labels(kept: Segments, labels: Tensor, documents: Sequence[Document], ignore: int) -> int:
+    """Return how many of this rank's labels count in a loss, those of a tree once for every sequence through them.
+
+    ``kept`` are the tokens that the rank keeps of the batch's ``documents``, and ``labels`` those of its local rows.
+    """
+    times = np.ones(len(labels), np.int64)
+    for at, document, first, rows in zip(
+        *(x.tolist() for x in (kept.at, kept.document, kept.first, kept.rows)), strict=True
+    ):
+        tree = tree_in(documents[document].mask, documents[document].length)
+        if tree is not None:
+            times[at : at + rows] = times_predicted(tree)[first : first + rows]
+    return int(times[(labels != ignore).numpy()].sum())
 
 
 def _edges(step: Step, labels: Tensor, ignore: int) -> Edges:

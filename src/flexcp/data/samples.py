@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp import masks as mask_algebra
@@ -323,9 +324,14 @@ def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
     A position counts if it has a token before it and its label is not ``ignore``. ``labels`` are in the rows of their
     own tokens; without labels, all positions with a token before them count.
     """
+    times = times_predicted(tree)
+    return int(times.sum() if labels is None else times[(labels != ignore).numpy()].sum())
+
+
+def times_predicted(tree: Tree) -> NDArray[np.int64]:
+    """Return for each token of a tree how many sequences predict it: those through it, 0 if no token is before it."""
     begin, stop = tree.sequences_through()
-    each = np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0)
-    return int(each.sum() if labels is None else each[(labels != ignore).numpy()].sum())
+    return np.asarray(np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0))
 
 
 def _spans_of(sample: Any, field: str, number: int) -> Any:
