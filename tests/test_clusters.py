@@ -85,7 +85,7 @@ def test_factors_become_per_mille(speeds: list[float]) -> None:
     assert all(abs(f - 1000 * s) <= 0.5001 and f >= 1 for f, s in zip(found, speeds, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, 0.0004, "1", None])
+@pytest.mark.parametrize("wrong", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, 0.0004, 1001, 1e300, "1", None])
 def test_a_rank_of_no_speed_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(ValueError, match="speed factor of rank 1"):
         cluster("h100", 1, 3, speeds=[1.0, wrong, 1.0])
@@ -114,6 +114,8 @@ def test_own_numbers_need_no_preset() -> None:
     assert own.rank_speeds == (900, 1100)
     with pytest.raises(ValueError, match="per mille"):
         replace(own, speeds=(0, 1000))
+    with pytest.raises(ValueError, match="rank 1 has speed 1000001"):
+        replace(own, speeds=(1000, 1_000_001))
 
 
 def test_a_slow_device_under_another_name_has_a_computers_memory() -> None:

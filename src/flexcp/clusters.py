@@ -17,6 +17,8 @@ from numbers import Real
 
 NOMINAL_SPEED = 1000
 """The speed of a rank that computes as fast as its preset, in per mille."""
+FASTEST = 1000 * NOMINAL_SPEED
+"""The highest speed of a rank; with any speed, products of speeds and work would not fit 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ class Cluster:
                 "ranks; give one per rank, or none"
             )
         for rank, speed in enumerate(self.speeds):
-            if not isinstance(speed, int) or speed < 1:
-                raise ValueError(f"rank {rank} has speed {speed!r}; it is a whole number of per mille, at least 1")
+            if not isinstance(speed, int) or not 1 <= speed <= FASTEST:
+                raise ValueError(
+                    f"rank {rank} has speed {speed!r}; it is a whole number of per mille from 1 to {FASTEST:,}"
+                )
 
     @property
     def ranks(self) -> int:
@@ -191,15 +195,16 @@ def cluster(
 
 
 def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Convert speed factors to per mille; raise ValueError if one is not a finite number of at least 0.001."""
+    """Convert speed factors to per mille; raise ValueError if one is not a number from 0.001 to 1,000."""
     if not isinstance(speeds, Sequence) and not hasattr(speeds, "__len__"):
         raise ValueError(f"speeds= is one factor per rank, as in [1.0, 0.93]; got {speeds!r}")
     found: list[int] = []
     for rank, factor in enumerate(speeds):
-        if not isinstance(factor, Real) or not math.isfinite(factor) or round(factor * NOMINAL_SPEED) < 1:
+        finite = isinstance(factor, Real) and math.isfinite(factor)
+        if not finite or not 1 <= round(factor * NOMINAL_SPEED) <= FASTEST:
             raise ValueError(
-                f"speed factor of rank {rank} is {factor!r}; it must be a finite number of at least 0.001, where 1.0 "
-                "is the preset's speed"
+                f"speed factor of rank {rank} is {factor!r}; it must be a number from 0.001 to 1,000, where 1.0 is the "
+                "preset's speed"
             )
         found.append(round(factor * NOMINAL_SPEED))
     if not found:

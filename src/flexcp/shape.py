@@ -73,6 +73,8 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.DKV: (Field("dk", "head_dim", None), Field("dv", "v_head_dim", None)),
 }
 """The tensors that a piece of each kind consists of."""
+LARGEST_SIZE = 2**16
+"""The largest number of heads and size of a head; with any size, costs would not fit 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,17 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+            if not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+                raise ValueError(f"{name} must be an integer from 1 to {LARGEST_SIZE:,}; got {value!r}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads must be a multiple of kv_heads; got {self.heads} heads and {self.kv_heads} KV heads"
             )
         if self.latent is not None:
-            if not isinstance(self.latent, int) or self.latent < 1:
+            if not isinstance(self.latent, int) or not 1 <= self.latent <= LARGEST_SIZE:
                 raise ValueError(
-                    f"latent is how many numbers per token travel, at least 1, or None; got {self.latent!r}"
+                    f"latent is how many numbers per token travel, from 1 to {LARGEST_SIZE:,}, or None; got "
+                    f"{self.latent!r}"
                 )
             if self.kv_heads != 1:
                 raise ValueError(

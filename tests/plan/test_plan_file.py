@@ -217,7 +217,11 @@ def test_messages_say_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: f["shape"].update(heads=0), "heads must be an integer of at least 1"),
+        (lambda f: f["shape"].update(heads=0), "heads must be an integer from 1 to 65,536; got 0"),
+        (
+            lambda f: f["shape"].update(head_dim=10**12),
+            "head_dim must be an integer from 1 to 65,536; got 1000000000000",
+        ),
         (lambda f: f["shape"].update(colour="red"), "colour"),
         (lambda f: f["cluster"].update(nodes=1 << 40), "more than 16384 ranks"),
         (lambda f: f["cost"].update(format="x"), "no cost model"),
