@@ -196,3 +196,22 @@ def test_labels_of_trees_count_as_often_as_sequences_predict_them(pool: RankPool
     assert with_trees
     for parts in with_trees:
         assert {valid for valid, _, _ in parts} == {sum(edges for _, edges, _ in parts)}
+
+
+@pytest.mark.parametrize("ignore", [-100, -1, 0, 2, 3])
+@pytest.mark.parametrize("mask", [flexcp.causal(), TREES[0]])
+def test_tokens_with_the_id_that_is_ignored_are_not_counted_where_lengths_are_known(
+    ignore: int, mask: flexcp.masks.Mask
+) -> None:
+    ids = torch.arange(25) % 5
+    found = []
+    for lengths in (None, [25] * 3):
+        samples = Samples(ignore=ignore, lengths=lengths)
+        with Loader(
+            [ids] * 3, capped(1), budget=60, mask=mask, samples=samples, batches=MICRO, planning=Planning(workers=0)
+        ) as loader:
+            batches = list(loader)
+        assert all(int(b.valid) == int((b.labels != ignore).sum()) for b in batches if b.edges is None)
+        assert all(int(b.valid) == int(b.edges.counts.sum()) for b in batches if b.edges is not None)
+        found.append([(int(b.valid), b.weight) for b in batches])
+    assert found[0] == found[1]

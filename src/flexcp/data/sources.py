@@ -91,9 +91,10 @@ class Known:
         if length < whole and self.reading.limits.too_long == "drop":
             return Document(number, 0, whole, None, dropped=True)
         mask, valid = self.reading.masks.choose(number, None, length, whole), None
-        if self.reading.fields.labels is None:
+        fields = self.reading.fields
+        if fields.labels is None and fields.ignore < 0:  # otherwise a token may have the id that is ignored
             tree = tree_in(mask, length)
-            valid = length - 1 if tree is None else counted(tree, None, self.reading.fields.ignore)
+            valid = length - 1 if tree is None else counted(tree, None, fields.ignore)
         return Document(number, length, whole, mask, valid=valid)
 
     def read(self, document: Document) -> Sample:
