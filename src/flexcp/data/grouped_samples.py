@@ -12,6 +12,8 @@ own. For a map-style dataset this requires reading all samples when the loader i
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from flexcp.data.cut_trees import TreePart, parts_that_fit
 from flexcp.data.samples import REPEATED_FIELD, TOKENS, TREE_FIELD, Fields, MaskChoice, Masks, token_ids
-from flexcp.data.sources import FlatStream, is_map_style
+from flexcp.data.sources import is_map_style
+from flexcp.data.streams import FlatStream
 from flexcp.masks import Mask, causal, tree_of, window_of, windowed
 
 SAMPLES = "samples"
@@ -116,41 +119,49 @@ class GroupedStream:
 
     def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None) -> None:
         self.dataset, self.field, self.fields, self.least_shared, self.most = dataset, field, fields, least_shared, most
-        self.waiting: list[Any] = []
-        """Samples that were read but not yielded.
-
-        They are the later parts of the group, the first sample of the next group, and the rest of a list of samples.
-        """
-        self.restored: list[Any] = []
+        self._flat: FlatStream | None = None
+        self._unfinished: list[Any] = []
+        """Samples that were taken but not yielded: later parts of a group, and the first sample of the next group."""
+        self._restored: list[Any] = []
         """The samples of a loaded state that were read but not yielded, until the stream is iterated."""
         if hasattr(dataset, "set_epoch"):
             self.set_epoch = dataset.set_epoch
 
+    @property
+    def waiting(self) -> list[Any]:
+        """The samples that were read from the other stream but not yielded, also where yielding the next one failed."""
+        return [*self._restored, *self._unfinished, *([] if self._flat is None else self._flat.rest)]
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        flat = FlatStream(self.dataset, self.restored)
-        self.restored, self.waiting = [], []
+        flat = self._flat = FlatStream(self.dataset, self._restored)
         group: list[Any] = []
-        for count, sample in enumerate(flat):
-            value = group_value(sample, self.field, f"sample {count} of the stream")
-            if group and value != group_value(group[0], self.field, ""):
-                yield from self._given(group, [sample, *flat.rest], f"the group before sample {count}")
-                group = []
-            group.append(sample)
-        self.waiting = []
+        self._restored, self._unfinished = [], group
+        for count in itertools.count():
+            where = f"sample {count} of the stream"
+            taken = flat.take(where)
+            if taken is None:
+                break
+            group.append(pickle.loads(taken[1]))  # a copy: the stream may make its next sample in the same memory
+            flat.settle()
+            value = group_value(group[-1], self.field, where)
+            if value != group_value(group[0], self.field, ""):
+                yield from self._given(group[:-1], group[-1:], f"the group before sample {count}")
+                group = self._unfinished = group[-1:]
         if group:
             yield from self._given(group, [], "the last group")
 
     def _given(self, group: list[Any], behind: list[Any], where: str) -> Iterator[dict[str, Any]]:
-        """Yield the trees of a group and keep ``waiting`` up to date.
+        """Yield the trees of a group, and keep ``_unfinished`` up to date.
 
-        ``behind`` are the samples that were read after the group, and ``where`` names the group in errors.
+        ``behind`` are the samples that were taken after the group, and ``where`` names the group in errors.
         """
         parts = _parts(group, self.field, self.fields, self.least_shared, self.most, where)
         for number, part in enumerate(parts):
-            later = sorted(i for other in parts[number + 1 :] for i in other.sequences)
-            self.waiting = [*(group[i] for i in later), *behind]
             samples = [group[i] for i in part.sequences]
-            yield one_sample(samples, self.field, self.fields, self.least_shared, where, part.repeated)
+            made = one_sample(samples, self.field, self.fields, self.least_shared, where, part.repeated)
+            later = sorted(i for other in parts[number + 1 :] for i in other.sequences)
+            self._unfinished = [*(group[i] for i in later), *behind]
+            yield made
 
 
 class StatefulGroupedStream(GroupedStream):
@@ -158,12 +169,12 @@ class StatefulGroupedStream(GroupedStream):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the underlying stream and the samples that were read from it but not yielded."""
-        return {"stream": self.dataset.state_dict(), "waiting": list(self.waiting)}
+        return {"stream": self.dataset.state_dict(), "waiting": self.waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`."""
         self.dataset.load_state_dict(state["stream"])
-        self.restored = list(state["waiting"])
+        self._restored, self._unfinished, self._flat = list(state["waiting"]), [], None
 
 
 def group_value(sample: Any, field: str, where: str) -> Hashable:

@@ -57,7 +57,7 @@ from flexcp.data.planning.planning_pool import PlanningError, Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
-from flexcp.data.speeds.corrections import read_corrections
+from flexcp.data.speeds.corrections import Correction, read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
 from flexcp.executor.arguments import named_kind
@@ -290,10 +290,12 @@ class Loader:
             assert source.schema is not None
             columns, values = shared(placement, spec.documents, held, source.schema, self.pads, self.peers)
         else:
-            held = self._read(source, spec, kept.document)
+            reading = "the loader's reading of samples"
+            with step.collectives.checking(reading), self.peers.collectives.checking(reading):
+                samples = self._read(source, spec, kept.document)
             assert source.schema is not None
-            columns = local_columns(kept, step.local_tokens, held, source.schema, self.pads)
-            values = {d: sample.values for d, sample in held.items()}
+            columns = local_columns(kept, step.local_tokens, samples, source.schema, self.pads)
+            values = {d: sample.values for d, sample in samples.items()}
         self.stats.cut += sum(d.length < d.whole for d in spec.documents)
         ignore = self.reading.fields.ignore
         known = [d.valid for d in spec.documents if d.valid is not None]
@@ -354,6 +356,16 @@ class Loader:
         Look-ahead, workers, ranks and budget may differ from those when the state was saved. Raise ValueError if the
         state is damaged, or if ``shuffle``, ``seed`` or the number of samples differ.
         """
+        with self.peers.collectives.checking("Loader.load_state_dict"):
+            corrections = self._checked(state)
+        self._iteration += 1
+        self.plans.forget()
+        self.source.load(state["source"], state["epoch"])
+        self.epoch, self.place, self.step = (state[name] for name in PLACES)
+        self.speeds.corrections = corrections
+
+    def _checked(self, state: Any) -> list[Correction]:
+        """Return the speed corrections in a state; raise ValueError if the state is damaged or of another loader."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)[:80]}"
@@ -366,12 +378,7 @@ class Loader:
                     f"the state was saved with {name}={shown(state[name])}, but this loader has {value!r}; the order "
                     "of samples would differ"
                 )
-        corrections = read_corrections(state.get("speeds", ()), self.peers.size)
-        self._iteration += 1
-        self.plans.forget()
-        self.epoch, self.place, self.step = (state[name] for name in PLACES)
-        self.source.load(state["source"], self.epoch)
-        self.speeds.corrections = corrections
+        return read_corrections(state.get("speeds", ()), self.peers.size)
 
     def _samples(self) -> int | None:
         """Return the number of samples of the dataset, None for a stream."""

@@ -33,3 +33,29 @@ def check_state(state: Mapping[str, Any]) -> None:
                 f"this state of a Loader is damaged: its {name} is {shown(state[name])}; load the one that "
                 "state_dict() gave"
             )
+
+
+def check_stream_state(state: Any) -> None:
+    """Raise ValueError if ``state`` is not the state of a stream with ``state_dict`` (see ``sources.py``).
+
+    The stream's own state in it, and the samples, are not checked.
+    """
+    wanted: dict[str, type] = {"begun": bool}
+    if isinstance(state, Mapping) and state.get("begun") is True:
+        wanted |= {"pending": list, "rest": list, "next": int, "ended": bool}
+    missing = [name for name in ("stream", *wanted) if not isinstance(state, Mapping) or name not in state]
+    wrong = [name for name, kind in wanted.items() if name not in missing and type(state[name]) is not kind]
+    if missing or wrong:
+        what = f"has no {missing[0]!r}" if missing else f"has {shown(state[wrong[0]])} as {wrong[0]!r}"
+        raise ValueError(
+            f"this state of a Loader is damaged: its 'source' {what}; load the one that state_dict() gave on rank 0"
+        )
+    if not state["begun"]:
+        return
+    pending, after = state["pending"], state["next"]
+    places = [entry[0] for entry in pending if isinstance(entry, tuple | list) and len(entry) == 2]
+    if places != list(range(after - len(pending), after)):
+        raise ValueError(
+            f"this state of a Loader is damaged: the 'pending' samples of its 'source' are not the {len(pending)} "
+            f"before sample {after}, one after the other; load the one that state_dict() gave on rank 0"
+        )

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.data.documents import Document
-from flexcp.data.samples import Sample, Schema
+from flexcp.data.samples import HeldSample, Sample, Schema
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.plan.placement import Placement
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Peers:
@@ -49,6 +50,23 @@ class Peers:
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks; values are pickled. All ranks call this together."""
         return self.collectives.told("the loader's exchange of lengths", value, self.device)
+
+    def all_gather_or_raise(self, value: T, failure: Exception | None, doing: str) -> list[T]:
+        """Return the values of all ranks, unless a rank failed; all ranks call this together.
+
+        ``failure`` is what this rank raised in the attempt to get its value, if it did. If a rank failed, all ranks
+        raise: those that failed their own error, the others ValueError or RuntimeError, which says what the first of
+        them could not do (``doing``) and why.
+        """
+        mine = None if failure is None else (type(failure).__name__, str(failure), isinstance(failure, ValueError))
+        told = self.all_gather((value, None) if mine is None else (None, mine))
+        if failure is not None:
+            raise failure
+        for rank, (_, problem) in enumerate(told):
+            if problem is not None:
+                name, text, is_value = problem
+                raise (ValueError if is_value else RuntimeError)(f"rank {rank} could not {doing}: {name}: {text}")
+        return [value for value, _ in told]
 
     def total(self, count: int) -> int:
         """Return the sum of ``count`` over all ranks; all ranks call this together."""
@@ -96,7 +114,7 @@ def segments(placement: Placement, rank: int) -> Segments:
 
 
 def local_columns(
-    kept: Segments, rows: int, samples: Mapping[int, Sample], schema: Schema, pads: Mapping[str, int]
+    kept: Segments, rows: int, samples: Mapping[int, Sample | HeldSample], schema: Schema, pads: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """Return columns of ``rows`` local rows: the rows of the segments from the samples, the others filled with pads.
 
@@ -117,7 +135,7 @@ def local_columns(
 def shared(
     placement: Placement,
     documents: Sequence[Document],
-    held: Mapping[int, Sample],
+    held: Mapping[int, HeldSample],
     schema: Schema,
     pads: Mapping[str, int],
     peers: Peers,
@@ -132,7 +150,7 @@ def shared(
     columns = local_columns(
         mine.of_documents(readers == peers.rank), int(placement.tokens[peers.rank]), held, schema, pads
     )
-    values = {d: held[d].values for d in _documents_of(mine) if readers[d] == peers.rank}
+    values = {d: _values(held[d].values) for d in _documents_of(mine) if readers[d] == peers.rank}
     others = [r for r in range(peers.size) if r != peers.rank]
     sent = {r: _message(segments(placement, r).of_documents(readers == peers.rank), held, schema) for r in others}
     parts = {r: mine.of_documents(readers == r) for r in others}
@@ -148,7 +166,7 @@ def _documents_of(part: Segments) -> list[int]:
     return found
 
 
-def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tensor:
+def _message(part: Segments, held: Mapping[int, HeldSample], schema: Schema) -> Tensor:
     """Return the bytes that go to a keeper: the rows ``part`` of documents that this rank read, and their values."""
     rows = list(zip(part.document.tolist(), part.first.tolist(), part.rows.tolist(), strict=True))
     pieces = []
@@ -156,7 +174,7 @@ def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tens
         pieces += [_bytes(held[d].columns[name][first : first + count]) for d, first, count in rows]
     for d in _documents_of(part):
         if held[d].values:
-            pieces.append(torch.frombuffer(bytearray(pickle.dumps(held[d].values)), dtype=torch.uint8))
+            pieces.append(torch.frombuffer(bytearray(held[d].values), dtype=torch.uint8))
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
@@ -193,6 +211,12 @@ def _unpacked(
     values: dict[int, dict[str, Any]] = {}
     for d in _documents_of(part):
         size = documents[d].value_bytes
-        values[d] = pickle.loads(data[at : at + size].numpy().tobytes()) if size else {}
+        values[d] = _values(data[at : at + size].numpy().tobytes())
         at += size
     return values
+
+
+def _values(packed: bytes) -> dict[str, Any]:
+    """Return the per-document values that were pickled; none if ``packed`` is empty."""
+    found: dict[str, Any] = pickle.loads(packed) if packed else {}
+    return found

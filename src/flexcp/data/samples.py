@@ -16,6 +16,7 @@ in the rows of their own tokens, and the Loader makes edges of them. A tree that
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,43 @@ class Sample:
 
     @property
     def schema(self) -> Schema:
-        return tuple((name, c.dtype, tuple(c.shape[1:])) for name, c in self.columns.items())
+        return _schema(self.columns)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSample:
+    """A copy of a sample that waits for its batch: its columns, and its values pickled (empty if it has none)."""
+
+    columns: dict[str, Tensor]
+    values: bytes
+
+    @property
+    def schema(self) -> Schema:
+        return _schema(self.columns)
+
+
+def _schema(columns: Mapping[str, Tensor]) -> Schema:
+    return tuple((name, column.dtype, tuple(column.shape[1:])) for name, column in columns.items())
+
+
+def held_copy(sample: Sample, where: str) -> HeldSample:
+    """Return a copy of a sample; ``where`` names it in the ValueError that is raised if its values cannot be pickled.
+
+    It is a copy, because a dataset may make its next sample in the same memory.
+    """
+    columns = {name: column.clone() for name, column in sample.columns.items()}
+    return HeldSample(columns, pickled(sample.values, where) if sample.values else b"")
+
+
+def pickled(value: Any, where: str) -> bytes:
+    """Return a sample, or some of its fields, pickled; raise ValueError if it cannot be. ``where`` names the sample."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # pickle raises what the objects in a sample raise
+        raise ValueError(
+            f"{where} cannot be pickled, and samples that are read ahead are, to be sent to other ranks or saved with "
+            f"the loader's state: {error}"
+        ) from error
 
 
 def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | None = None) -> Sample:

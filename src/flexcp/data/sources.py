@@ -8,27 +8,45 @@
 
 A *place* is a position in the order of the epoch. A source gives the document at a place any number of times until the
 place is released. Samples are read in rounds that all ranks enter together; a sample that cannot be read or does not
-fit is an error on all ranks. The state of a stream with ``state_dict`` is the stream's own state and the *pending*
-samples, which are read but not handed out yet. A stream without ``state_dict`` is read again up to its place.
+fit is an error on all ranks, and a round that failed is read again if the loader is iterated again. Samples that are
+held are copies, because a dataset may make its next sample in the same memory.
+
+The state of a stream with ``state_dict`` is the stream's own state and the *pending* samples, which are read but not
+handed out yet. A stream without ``state_dict`` is read again up to its place.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.data.documents import BatchLimits, Document
+from flexcp.data.loader_state import check_stream_state
 from flexcp.data.order import epoch_order
 from flexcp.data.row_sharing import Peers
-from flexcp.data.samples import REPEATED_FIELD, Fields, Masks, Sample, Schema, counted, opened, token_ids, tree_in
+from flexcp.data.samples import (
+    LABELS,
+    REPEATED_FIELD,
+    Fields,
+    HeldSample,
+    Masks,
+    Sample,
+    Schema,
+    counted,
+    held_copy,
+    opened,
+    pickled,
+    token_ids,
+    tree_in,
+)
 from flexcp.data.stats import Stats
+from flexcp.data.streams import FlatStream
 
 Ints = NDArray[np.int64]
 
@@ -137,14 +155,17 @@ class Read:
     def __init__(self, dataset: Any, samples: int | None, reading: Reading, peers: Peers) -> None:
         self.dataset, self.samples, self.reading, self.peers = dataset, samples, reading, peers
         self.schema: Schema | None = None
-        self.held: dict[int, Sample] = {}
+        self.held: dict[int, HeldSample] = {}
         """The samples that this rank has read, by place."""
-        self._raw: dict[int, Any] = {}
+        self._packed: dict[int, bytes] = {}
+        """The samples of a stream that are held, pickled as they came, by place."""
         self._documents: dict[int, Document] = {}
         self._next = 0
         self._ended = False
         self._epoch: int | None = None
         self._stream: FlatStream | None = None
+        self._lost = False
+        """Whether the last state could not be loaded, so that the stream may be at another place than the loader."""
         self._restored: Any = None
         """The stream's own state as it was loaded, until the next sample is read from the stream."""
 
@@ -155,30 +176,45 @@ class Read:
     def begin(self, epoch: int, place: int) -> None:
         """Go to a place of an epoch; samples that were read for it already are kept.
 
-        A stream is read again from its beginning up to the place, if it is not there. Raise ValueError if it ends
-        before, or if a loaded state does not hold the place.
+        A stream is read again from its beginning up to the place, if it is not there. Raise ValueError on all ranks if
+        it ends before, or if a loaded state does not hold the place.
         """
+        if self._lost:
+            raise ValueError(
+                "the last state could not be loaded, so the stream may be at another place than the Loader; load a "
+                "state that can be, or make the stream and the Loader again"
+            )
         if epoch == self._epoch and (place in self._documents or place == self._next):
             return
+        failure = None
+        if self.samples is not None:
+            self.order = epoch_order(self.samples, self.reading.shuffle, self.reading.seed, epoch)
+        else:
+            try:
+                if self.peers.rank == 0:
+                    self._begin_stream(epoch, place)
+            except Exception as error:  # a user's stream may raise anything, and all ranks must raise together
+                failure = error
+            self.peers.all_gather_or_raise(None, failure, "begin its stream")
+        self._documents.clear()
+        self.held.clear()
+        self._packed.clear()
+        self._epoch, self._next, self._ended = epoch, place, False
+
+    def _begin_stream(self, epoch: int, place: int) -> None:
+        """Begin an epoch of the stream, and read it up to a place; raise ValueError if this cannot be."""
         if epoch == self._epoch and self._restored is not None:
             raise ValueError(
                 f"the loaded state is damaged: it does not hold sample {place} of the stream, which comes next"
             )
-        self._documents.clear()
-        self.held.clear()
-        self._raw.clear()
-        self._epoch, self._next, self._ended = epoch, place, False
-        if self.samples is not None:
-            self.order = epoch_order(self.samples, self.reading.shuffle, self.reading.seed, epoch)
-        elif self.peers.rank == 0:
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)
-            self._stream = FlatStream(self.dataset)
-            for number in range(place):
-                if next(self._stream, None) is None:
-                    raise ValueError(
-                        f"the stream ended after {number} samples; it had more than {place} when its place was saved"
-                    )
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._stream = FlatStream(self.dataset)
+        for number in range(place):
+            if not self._stream.skip():
+                raise ValueError(
+                    f"the stream ended after {number} samples; it had more than {place} when its place was saved"
+                )
 
     def document(self, place: int) -> Document | None:
         """Return the document at a place, None after the last; read further rounds until it is known."""
@@ -188,46 +224,45 @@ class Read:
 
     def release(self, place: int) -> None:
         """Release all documents and samples before a place."""
-        for kept in (self._documents, self.held, self._raw):
+        for kept in (self._documents, self.held, self._packed):
             for old in [p for p in kept if p < place]:
                 del kept[old]
 
     def _read_round(self) -> None:
         """Read this rank's share of the next places, and exchange the documents with all ranks.
 
-        If a rank cannot read its share, all ranks raise: that rank its own error, the others ValueError or
-        RuntimeError.
+        If a rank cannot read its share, all ranks raise, as :meth:`~flexcp.data.row_sharing.Peers.all_gather_or_raise`
+        says, and the round has not been read.
         """
         begin = time.perf_counter()
         found: dict[int, Document] = {}
+        held: dict[int, HeldSample] = {}
+        packed: dict[int, bytes] = {}
         schema, failure = self.schema, None
         try:
-            for place, number, raw in self._share():
-                document, sample = self._opened(number, raw)
-                found[place] = document
+            for place, number, raw, as_it_came in self._share():
+                found[place], sample = self._opened(number, raw)
                 if sample is not None:
                     schema = checked_schema(schema, sample.schema, f"sample {number}")
-                    self.held[place] = sample
-                    if self.is_stream:
-                        self._raw[place] = raw
+                    held[place], packed[place] = sample, as_it_came
         except Exception as error:  # a user's dataset may raise anything, and all ranks must raise together
-            failure = (type(error).__name__, str(error), isinstance(error, ValueError), error)
+            failure = error
         self.reading.stats.reading_s += time.perf_counter() - begin
         begin = time.perf_counter()
-        told = self.peers.all_gather((found, schema, failure[:3] if failure else None))
+        told = self.peers.all_gather_or_raise((found, schema), failure, "read its samples")
         self.reading.stats.sharing_s += time.perf_counter() - begin
-        for rank, (documents, seen, problem) in enumerate(told):
-            if problem is not None:
-                if failure is not None and rank == self.peers.rank:
-                    raise failure[3]
-                name, text, is_value = problem
-                raise (ValueError if is_value else RuntimeError)(
-                    f"rank {rank} could not read its samples: {name}: {text}"
-                )
+        schema = self.schema
+        for rank, (_, seen) in enumerate(told):
             if seen is not None:
-                self.schema = checked_schema(self.schema, seen, f"the samples of rank {rank}")
+                schema = checked_schema(schema, seen, f"the samples of rank {rank}")
+        self.schema = schema
+        for documents, _ in told:
             self._documents.update(documents)
-        after = max((p for documents, _, _ in told for p in documents), default=self._next - 1) + 1
+        self.held.update(held)
+        if self._stream is not None:
+            self._packed.update(packed)
+            self._stream.settle()
+        after = max((p for documents, _ in told for p in documents), default=self._next - 1) + 1
         self._ended = after - self._next < self._round_size()
         self._next = after
 
@@ -236,23 +271,27 @@ class Read:
         ranks = self.peers.size
         return ROUND if self.is_stream else -(-ROUND // ranks) * ranks
 
-    def _share(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (place, sample number, sample) of the samples that this rank reads in the next round."""
+    def _share(self) -> Iterator[tuple[int, int, Any, bytes]]:
+        """Yield (place, sample number, sample, pickled sample) of the samples that this rank reads in the next round.
+
+        Only samples of a stream are pickled; others can be read again.
+        """
         stop = self._next + self._round_size()
         if self.samples is not None:
             for place in range(self._next, min(stop, self.samples)):
                 if place % self.peers.size == self.peers.rank:
-                    yield place, int(self.order[place]), self.dataset[int(self.order[place])]
+                    yield place, int(self.order[place]), self.dataset[int(self.order[place])], b""
         elif self._stream is not None:
             self._restored = None
+            self._stream.untake()
             for place in range(self._next, stop):
-                raw = next(self._stream, None)
-                if raw is None:
+                taken = self._stream.take(f"sample {place}")
+                if taken is None:
                     return
-                yield place, place, raw
+                yield place, place, *taken
 
-    def _opened(self, number: int, raw: Any) -> tuple[Document, Sample | None]:
-        """Return the document of a sample, and its columns and values (None if the document is dropped).
+    def _opened(self, number: int, raw: Any) -> tuple[Document, HeldSample | None]:
+        """Return the document of a sample, and a copy of its columns and values (None if the document is dropped).
 
         Raise ValueError if it is too long and the limits refuse it.
         """
@@ -267,11 +306,11 @@ class Read:
             return Document(number, 0, whole, None, dropped=True), None
         mask = reading.masks.choose(number, raw, length, whole)
         tree, ignore = tree_in(mask, length), reading.fields.ignore
-        sample = opened(raw, reading.fields, length, where, tree)
-        labels = sample.columns["labels"]
+        sample = held_copy(opened(raw, reading.fields, length, where, tree), where)
+        labels = sample.columns[LABELS]
         valid = int((labels != ignore).sum()) if tree is None else counted(tree, labels, ignore)
-        size = len(pickle.dumps(sample.values)) if sample.values else 0
         repeated = int(raw.get(REPEATED_FIELD, 0)) if isinstance(raw, Mapping) else 0
+        size = len(sample.values)
         return Document(number, length, whole, mask, self.peers.rank, valid, size, repeated=repeated), sample
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -286,61 +325,86 @@ class Read:
         stream = self.dataset.state_dict() if self._restored is None else self._restored
         if epoch != self._epoch:
             return {"stream": stream, "begun": False}
-        pending = [(place, self._raw.get(place)) for place in sorted(self._documents)]
-        rest = [] if self._stream is None else list(self._stream.rest)
+        packed = [(place, self._packed.get(place)) for place in sorted(self._documents)]
         return {
             "stream": stream,
             "begun": True,
-            "pending": pending,
-            "rest": rest,
+            "pending": [(place, None if data is None else pickle.loads(data)) for place, data in packed],
+            "rest": [] if self._stream is None else self._stream.rest,
             "next": self._next,
             "ended": self._ended,
         }
 
-    def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
+    def load(self, state: Any, epoch: int) -> None:
         """Restore a stream and its pending samples (read but not handed out) from a state of :meth:`state`.
 
         All ranks call this together. A stream without ``load_state_dict`` is read again up to its place, by
-        :meth:`begin`. Raise ValueError if the state is not of this kind of stream.
+        :meth:`begin`. Raise ValueError on all ranks if the state is damaged, or not of this kind of stream.
         """
         self._epoch = None
         if not self.is_stream:
             return
-        stateful = self.peers.rank == 0 and hasattr(self.dataset, "load_state_dict")
-        known: dict[int, Document] = {}
-        ahead: tuple[int, bool] | None = None
-        problem = None
-        self._documents, self.held, self._raw = {}, {}, {}
-        if self.peers.rank == 0 and stateful != (state is not None):
-            problem = "this state does not fit the stream: on rank 0, load what rank 0 saved of the same kind of stream"
-        elif state is not None and stateful:
-            self._restored = state["stream"]
-            self.dataset.load_state_dict(state["stream"])
-            if state["begun"]:
-                self._stream = FlatStream(self.dataset, state["rest"])
-                known, ahead = self._reopened(state["pending"]), (int(state["next"]), bool(state["ended"]))
-        (known, ahead, schema, problem), *_ = self.peers.all_gather((known, ahead, self.schema, problem))
-        if problem is not None:
-            raise ValueError(problem)
+        self._lost = True
+        self._documents, self.held, self._packed = {}, {}, {}
+        ahead: Ahead | None = None
+        failure = None
+        try:
+            if self.peers.rank == 0:
+                ahead = self._restore(state)
+        except Exception as error:  # a user's stream may raise anything, and all ranks must raise together
+            failure = error
+        ahead, *_ = self.peers.all_gather_or_raise(ahead, failure, "restore its stream")
+        self._lost = False
         if ahead is not None:
-            self.schema, self._documents = schema, known
-            self._epoch, (self._next, self._ended) = epoch, ahead
+            self.schema = ahead.schema
+            self._documents, self._next, self._ended = ahead.documents, ahead.next, ahead.ended
+            self._epoch = epoch
 
-    def _reopened(self, pending: list[tuple[int, Any]]) -> dict[int, Document]:
-        """Hold the pending samples of a state again, given as (place, sample); return their documents by place.
+    def _restore(self, state: Any) -> Ahead | None:
+        """Restore the stream that this rank reads; return what was read ahead, or None if the epoch had not begun.
 
-        The sample of a dropped document is None.
+        Raise ValueError if the state is damaged, or not of this kind of stream.
         """
-        known: dict[int, Document] = {}
-        for place, raw in pending:
-            if raw is None:
-                known[place] = Document(place, 0, 0, None, dropped=True)
-                continue
-            known[place], sample = self._opened(place, raw)
-            if sample is not None:
-                self.held[place], self._raw[place] = sample, raw
-                self.schema = checked_schema(self.schema, sample.schema, f"sample {place}")
-        return known
+        stateful = hasattr(self.dataset, "load_state_dict")
+        if stateful != (state is not None):
+            raise ValueError(
+                "this state does not fit the stream: on rank 0, load what rank 0 saved of the same kind of stream"
+            )
+        if not stateful:
+            return None
+        check_stream_state(state)
+        self._restored = state["stream"]
+        self.dataset.load_state_dict(state["stream"])
+        if not state["begun"]:
+            return None
+        self._stream = FlatStream(self.dataset, state["rest"])
+        known = {place: self._reopened(place, raw) for place, raw in state["pending"]}
+        return Ahead(known, self.schema, state["next"], state["ended"])
+
+    def _reopened(self, place: int, raw: Any) -> Document:
+        """Hold a pending sample of a state again; return its document. The sample of a dropped document is None."""
+        if raw is None:
+            return Document(place, 0, 0, None, dropped=True)
+        where = f"sample {place}"
+        packed = pickled(raw, where)
+        document, sample = self._opened(place, raw)
+        if sample is not None:
+            self.held[place], self._packed[place] = sample, packed
+            self.schema = checked_schema(self.schema, sample.schema, where)
+        return document
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What was read of a stream and not handed out, as all ranks know it: documents by place, and their columns.
+
+    ``next`` is the place of the sample that comes next from the stream, unless it has ``ended``.
+    """
+
+    documents: dict[int, Document]
+    schema: Schema | None
+    next: int
+    ended: bool
 
 
 def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
@@ -355,26 +419,6 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
         f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; "
         "all samples need the same fields"
     )
-
-
-class FlatStream:
-    """Iterates over the samples of a stream one by one, even if it yields lists of samples that are mappings.
-
-    ``rest`` are the remaining samples of the last list.
-    """
-
-    def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:
-        self.stream, self.rest = iter(stream), deque(rest)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        while not self.rest:
-            item = next(self.stream)
-            several = isinstance(item, list | tuple) and len(item) > 0 and isinstance(item[0], Mapping)
-            self.rest.extend(item if several else [item])
-        return self.rest.popleft()
 
 
 def is_map_style(dataset: Any) -> bool:
