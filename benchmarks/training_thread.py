@@ -28,7 +28,7 @@ import torch
 import flexcp
 from flexcp.data.lengths import draw_lengths
 from flexcp.data.planning.plan_orders import PackedPart, PlanOrder, RecipeWish, fulfil, packed, unpacked
-from flexcp.data.row_sharing import segments
+from flexcp.data.reading.row_sharing import segments
 from flexcp.executor.exchange.pass_exchanges import NOTHING, Passes
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.rank_recipe import RankRecipe

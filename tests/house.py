@@ -194,24 +194,26 @@ def arrows_up(pairs: dict[tuple[str, str], list[Import]]) -> list[str]:
     return [f"{each} ({room_of(each.source)} stands below {room_of(each.target)})" for found in up for each in found]
 
 
+def counts(source: Path) -> dict[str, int]:
+    """Return the numbers of a checkout, under the names that the table in CONTRIBUTING.md gives them."""
+    files = module_files(source)
+    folders = Counter(path.parent for path in files.values())
+    pairs = arrows(imports(source), files)
+    around = circles(set(pairs))
+    return {
+        "modules in the root": folders[source / "flexcp"],
+        "modules in a folder, at most": max(folders.values()),
+        "rooms": len({room_of(module) for module in files}),
+        "arrows between rooms": len(pairs),
+        "circles of rooms": len(around),
+        "arrows inside circles": sum(any(set(pair) <= set(circle) for circle in around) for pair in pairs),
+    }
+
+
 def main() -> None:
     """Print the numbers of a checkout."""
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE
-    files, found = module_files(source), imports(source)
-    pairs = arrows(found, files)
-    rooms = {room_of(module) for module in files}
-    folders = Counter(path.parent for path in files.values())
-    fullest, most = folders.most_common(1)[0]
-    print(f"modules           {len(files)}, in folders of {most} at most ({fullest.relative_to(source)})")
-    print(f"modules in the root {len([name for name, path in files.items() if path.parent.name == 'flexcp'])}")
-    print(f"rooms             {len(rooms)}")
-    print(f"arrows            {len(pairs)}")
-    around = circles(set(pairs))
-    print(f"circles           {len(around)}" + "".join(f"\n    {', '.join(circle)}" for circle in around))
-    inside = [pair for pair in pairs if any(set(pair) <= set(circle) for circle in around)]
-    print(f"arrows in circles {len(inside)}")
-    if rooms <= set(FLOORS):
-        print(f"arrows up         {len(arrows_up(pairs))}")
+    for name, count in counts(Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE).items():
+        print(f"{name:30}{count}")
 
 
 if __name__ == "__main__":

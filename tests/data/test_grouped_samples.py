@@ -15,7 +15,7 @@ from misbehaving import planner
 
 import flexcp
 from flexcp.data import Batches, Loader, Planning, Samples
-from flexcp.data.cut_trees import parts_that_fit
+from flexcp.data.reading.cut_trees import parts_that_fit
 from flexcp.measure.ranks import RankPool
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [1, 2], "c": [9]}

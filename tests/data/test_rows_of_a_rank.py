@@ -14,7 +14,7 @@ from misbehaving import planner
 from flexcp.data import Loader
 from flexcp.data.documents import BatchLimits
 from flexcp.data.local_batch import LocalBatch
-from flexcp.data.row_sharing import segments
+from flexcp.data.reading.row_sharing import segments
 
 
 def local(data: Any, **options: Any) -> list[LocalBatch]:

@@ -1,8 +1,8 @@
 """Documents: what planning needs to know about a sample, and how documents are collected into batches.
 
-A *place* is a position in the order of an epoch. A source (see ``sources.py``) gives the document at a place; this
-module collects the documents of consecutive places into a batch of at most ``budget`` tokens. Every rank does this for
-itself with the same documents, so all ranks form the same batches.
+A *place* is a position in the order of an epoch. A source (see ``reading/sources.py``) gives the document at a place;
+this module collects the documents of consecutive places into a batch of at most ``budget`` tokens. Every rank does this
+for itself with the same documents, so all ranks form the same batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.data.samples import MaskChoice, planner_masks
+from flexcp.data.reading.document_masks import MaskChoice, planner_masks
 
 Ints = NDArray[np.int64]
 

@@ -5,12 +5,12 @@
         logits = model(batch.tokens, batch.positions, batch.step)
         loss   = cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
 
-A batch is made in four steps. A source gives the documents at the next places of the epoch (``sources.py``);
+A batch is made in four steps. A source gives the documents at the next places of the epoch (``reading/``);
 ``next_batch`` collects documents up to the token budget; planner processes plan the batch while earlier steps train
 (``planning_pool.py``, ``plan_sharing.py``); and when the batch is due, its plan is bound and this rank's rows are read
-or received (``row_sharing.py``). The state of a loader is its place in the epoch, which moves on when a batch is
-handed out. Everything ahead of this place can be made again, so a state is small, and look-ahead, number of workers and
-number of ranks may change from run to run.
+or received (``reading/row_sharing.py``). The state of a loader is its place in the epoch, which moves on when a batch
+is handed out. Everything ahead of this place can be made again, so a state is small, and look-ahead, number of workers
+and number of ranks may change from run to run.
 
 All ranks of the group make the loader with the same arguments and take the same steps. The only threads in the training
 process are those that wait for planner processes.
@@ -34,7 +34,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
-from flexcp.data.grouped_samples import grouped, masks_of_trees
 from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
@@ -54,9 +53,12 @@ from flexcp.data.planning.plan_options import check_micro_batches, check_options
 from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
 from flexcp.data.planning.plan_sharing import SharedPlans
 from flexcp.data.planning.planning_pool import PlanningError, Pool
-from flexcp.data.row_sharing import Peers, local_columns, segments, shared
-from flexcp.data.samples import LABELS, TOKENS, Fields, Sample
-from flexcp.data.sources import Known, Read, Reading, is_map_style
+from flexcp.data.reading.grouped_samples import grouped, masks_of_trees
+from flexcp.data.reading.known_source import KnownSource
+from flexcp.data.reading.read_source import ReadSource
+from flexcp.data.reading.row_sharing import Peers, local_columns, segments, shared
+from flexcp.data.reading.samples import LABELS, TOKENS, Fields, Sample
+from flexcp.data.reading.sources import Reading, is_map_style
 from flexcp.data.speeds.corrections import Correction, read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
@@ -285,7 +287,7 @@ class Loader:
         step = bind(part.plan, self.group, self.timeout, self.telemetry, recipe=part.recipe)
         placement, source = part.plan.placement, self.source
         kept = segments(placement, step.rank)
-        if isinstance(source, Read):
+        if isinstance(source, ReadSource):
             held = {d: source.held[place] for d, place in enumerate(spec.places) if place in source.held}
             assert source.schema is not None
             columns, values = shared(placement, spec.documents, held, source.schema, self.pads, self.peers)
@@ -308,8 +310,8 @@ class Loader:
         batch = local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
         return batch, valid
 
-    def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
-        """Read the documents in ``kept``, of which this rank keeps tokens; return samples by number in the batch.
+    def _read(self, source: KnownSource, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
+        """ReadSource the documents in ``kept``, of which this rank keeps tokens; return samples by number in the batch.
 
         As long as the fields of samples are not known, a rank that keeps no tokens reads one document to learn them.
         """
@@ -323,7 +325,7 @@ class Loader:
 
         Raise TypeError if lengths are not known before samples are read.
         """
-        if not isinstance(self.source, Known):
+        if not isinstance(self.source, KnownSource):
             raise TypeError(
                 "the number of batches is not known before the samples are read; give the Loader their lengths"
             )
@@ -382,7 +384,7 @@ class Loader:
 
     def _samples(self) -> int | None:
         """Return the number of samples of the dataset, None for a stream."""
-        return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples
+        return len(self.source.lengths) if isinstance(self.source, KnownSource) else self.source.samples
 
     def _planned(self, spec: BatchSpec) -> list[PlannedPart]:
         """Return the planned parts of a step; if it could not be planned, raise PlanningError.
@@ -440,8 +442,8 @@ def may_differ(strategy: str) -> bool:
     return strategy.partition(":")[0] in ("hypergraph", "dcp")
 
 
-def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
-    """Return the source for a dataset: ``Known`` if lengths and masks are known without reading samples, else ``Read``.
+def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> KnownSource | ReadSource:
+    """Return the source for a dataset: a ``KnownSource`` if lengths and masks are known without reading samples.
 
     ``lengths`` defaults to the dataset's attribute of that name. Raise ValueError if arguments need a map-style dataset
     and it is none, or if there is not one mask, list of spans or length for each sample.
@@ -454,7 +456,7 @@ def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known
             raise ValueError(
                 f"{what} needs a map-style dataset, with numbers; {type(dataset).__name__} can only be iterated"
             )
-        return Read(dataset, None, reading, peers)
+        return ReadSource(dataset, None, reading, peers)
     for given in by_number:
         if len(given) != len(dataset):
             raise ValueError(
@@ -462,8 +464,8 @@ def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known
             )
     lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
     if lengths is None or not reading.masks.known:
-        return Read(dataset, len(dataset), reading, peers)
-    return Known(dataset, _checked_lengths(lengths, len(dataset)), reading)
+        return ReadSource(dataset, len(dataset), reading, peers)
+    return KnownSource(dataset, _checked_lengths(lengths, len(dataset)), reading)
 
 
 def _checked_lengths(lengths: Any, samples: int) -> Ints:

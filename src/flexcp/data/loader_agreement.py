@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from flexcp.data.row_sharing import Peers
+from flexcp.data.reading.row_sharing import Peers
 
 
 def check_same(mine: Mapping[str, Any], peers: Peers) -> None:

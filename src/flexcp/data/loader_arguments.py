@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flexcp.data.samples import Masks
+from flexcp.data.reading.document_masks import Masks
 from flexcp.executor.arguments import named_kind
 from flexcp.masks import Mask, causal, public_name
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from flexcp.data.samples import MaskChoice
+    from flexcp.data.reading.document_masks import MaskChoice
 
 
 @dataclass(frozen=True, kw_only=True)

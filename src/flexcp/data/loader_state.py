@@ -36,7 +36,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def check_stream_state(state: Any) -> None:
-    """Raise ValueError if ``state`` is not the state of a stream with ``state_dict`` (see ``sources.py``).
+    """Raise ValueError if ``state`` is not the state of a stream with ``state_dict`` (see ``reading/read_source.py``).
 
     The stream's own state in it, and the samples, are not checked.
     """

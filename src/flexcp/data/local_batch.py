@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flexcp.arrays.intervals import spread
 from flexcp.data.documents import BatchSpec, Document
-from flexcp.data.row_sharing import Segments
-from flexcp.data.samples import LABELS, TOKENS, times_predicted, tree_in
+from flexcp.data.reading.document_masks import times_predicted, tree_in
+from flexcp.data.reading.row_sharing import Segments
+from flexcp.data.reading.samples import LABELS, TOKENS
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.losses.averaging import CountOfAllRanks
 from flexcp.executor.losses.edges import Edges

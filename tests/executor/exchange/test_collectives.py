@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import flexcp
-from flexcp.data.row_sharing import Peers
+from flexcp.data.reading.row_sharing import Peers
 from flexcp.executor.exchange.collectives import Collectives, Occasion, row_form
 from flexcp.executor.local_rows import mean_over_ranks
 from flexcp.frameworks import shared_batch

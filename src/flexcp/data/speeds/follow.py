@@ -10,7 +10,7 @@ from typing import Any
 
 from flexcp.clusters import Cluster
 from flexcp.data.planning.plan_orders import PlannerLike
-from flexcp.data.row_sharing import Peers
+from flexcp.data.reading.row_sharing import Peers
 from flexcp.data.speeds.corrections import Correction, agreed_speeds, speeds_at
 from flexcp.data.speeds.measured import MeasuredWork
 from flexcp.telemetry.telemetry import Telemetry

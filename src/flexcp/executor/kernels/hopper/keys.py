@@ -10,7 +10,7 @@ so that dK and dV stay in registers:
 The logits of the next block are started right after the products of the current one, so that the tensor cores stay busy
 while a warp group waits for them. dq has a kernel of its own (:mod:`flexcp.executor.kernels.hopper.queries`): a fused
 kernel with five products instead of seven, in which the copy engine adds dq to memory, was measured to be slower
-(docs/kernels.md). With a list without split tiles, every sum has a fixed order.
+(docs/lab-notes.md). With a list without split tiles, every sum has a fixed order.
 
 Queries past the end of a slice and keys past the end of a tile may hold anything: both are masked, and such queries are
 also zeroed in the buffers.

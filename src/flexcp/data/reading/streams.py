@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flexcp.data.samples import pickled
+from flexcp.data.reading.samples import pickled
 
 
 class FlatStream:

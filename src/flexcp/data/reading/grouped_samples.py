@@ -6,8 +6,8 @@ the order of their first samples. In a stream, a group is a run of consecutive s
 sample has the token ids of the tree, its mask, its labels if the loader has a ``labels`` field, and a list with the
 remaining fields of every sample. These may differ from sequence to sequence, even for sequences that share tokens.
 
-A tree of more than ``most`` tokens is cut into several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its
-own. For a map-style dataset this requires reading all samples when the loader is made.
+A tree of more than ``most`` tokens is cut into several (:mod:`flexcp.data.reading.cut_trees`), each a grouped sample of
+its own. For a map-style dataset this requires reading all samples when the loader is made.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flexcp.data.cut_trees import TreePart, parts_that_fit
-from flexcp.data.samples import REPEATED_FIELD, TOKENS, TREE_FIELD, Fields, MaskChoice, Masks, token_ids
-from flexcp.data.sources import is_map_style
-from flexcp.data.streams import FlatStream
+from flexcp.data.reading.cut_trees import TreePart, parts_that_fit
+from flexcp.data.reading.document_masks import MaskChoice, Masks
+from flexcp.data.reading.samples import REPEATED_FIELD, TOKENS, TREE_FIELD, Fields, token_ids
+from flexcp.data.reading.sources import is_map_style
+from flexcp.data.reading.streams import FlatStream
 from flexcp.masks import Mask, causal, tree_of, window_of, windowed
 
 SAMPLES = "samples"

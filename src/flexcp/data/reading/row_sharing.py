@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.data.documents import Document
-from flexcp.data.samples import HeldSample, Sample, Schema
+from flexcp.data.reading.samples import HeldSample, Sample, Schema
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.plan.placement import Placement
 

@@ -1,15 +1,9 @@
-"""Sources: the document at each place of an epoch, and its sample.
+"""Read source: a dataset or stream that has to be read before lengths or masks are known.
 
-    Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads
-             only the documents it keeps tokens of
-    Read     any other dataset: each sample is read once, by one rank, which tells the others its length and mask and
-             later sends them the rows they keep. In a map-style dataset rank ``place % ranks`` reads the sample at a
-             place; a stream is read by rank 0
-
-A *place* is a position in the order of the epoch. A source gives the document at a place any number of times until the
-place is released. Samples are read in rounds that all ranks enter together; a sample that cannot be read or does not
-fit is an error on all ranks, and a round that failed is read again if the loader is iterated again. Samples that are
-held are copies, because a dataset may make its next sample in the same memory.
+Each sample is read once. In a map-style dataset rank ``place % ranks`` reads the sample at a place; a stream is read by
+rank 0. Samples are read in rounds that all ranks enter together; a sample that cannot be read or does not fit is an
+error on all ranks, and a round that failed is read again if the loader is iterated again. Samples that are held are
+copies, because a dataset may make its next sample in the same memory.
 
 The state of a stream with ``state_dict`` is the stream's own state and the *pending* samples, which are read but not
 handed out yet. A stream without ``state_dict`` is read again up to its place.
@@ -23,128 +17,43 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flexcp.data.documents import BatchLimits, Document
+from flexcp.data.documents import Document
 from flexcp.data.loader_state import check_stream_state
 from flexcp.data.order import epoch_order
-from flexcp.data.row_sharing import Peers
-from flexcp.data.samples import (
+from flexcp.data.reading.document_masks import counted, tree_in
+from flexcp.data.reading.row_sharing import Peers
+from flexcp.data.reading.samples import (
     LABELS,
     REPEATED_FIELD,
-    Fields,
     HeldSample,
-    Masks,
-    Sample,
     Schema,
-    counted,
+    checked_schema,
     held_copy,
     opened,
     pickled,
     token_ids,
-    tree_in,
 )
-from flexcp.data.stats import Stats
-from flexcp.data.streams import FlatStream
-
-Ints = NDArray[np.int64]
+from flexcp.data.reading.sources import Reading
+from flexcp.data.reading.streams import FlatStream
 
 ROUND = 16
 """Samples that all ranks together read in a round; if ranks share the reading, each reads at least one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """How samples are read: names of fields, masks of documents, limits of lengths, order, and statistics."""
+@dataclass(frozen=True)
+class Ahead:
+    """What was read of a stream and not handed out, as all ranks know it: documents by place, and their columns.
 
-    fields: Fields
-    masks: Masks
-    limits: BatchLimits
-    shuffle: bool
-    seed: int
-    stats: Stats
-
-
-class Known:
-    """The documents of a map-style dataset whose lengths and masks are known without reading it.
-
-    Raise ValueError if a document is too long and the limits refuse it, or if all are dropped.
+    ``next`` is the place of the sample that comes next from the stream, unless it has ``ended``.
     """
 
-    reads_all = False
-
-    def __init__(self, dataset: Any, lengths: Ints, reading: Reading) -> None:
-        self.dataset, self.lengths, self.reading = dataset, lengths, reading
-        self.schema: Schema | None = None
-        limits = reading.limits
-        over = lengths > limits.longest
-        if over.any() and limits.too_long == "refuse":
-            first = int(np.argmax(over))
-            raise ValueError(limits.refusal(int(lengths[first]), f"document {first}"))
-        if over.all() and limits.too_long == "drop":
-            raise ValueError(
-                f"no document has at most {limits.longest} tokens; raise the budget, or choose "
-                "batches=Batches(too_long='cut')"
-            )
-
-    def begin(self, epoch: int, place: int) -> None:
-        """Begin an epoch; afterwards the document at any place of it can be asked for. ``place`` is not used."""
-        self.order = epoch_order(len(self.lengths), self.reading.shuffle, self.reading.seed, epoch)
-
-    def fitted_lengths(self) -> Ints:
-        """Return the lengths of the documents that are handed out, cut if too long, in the order of the epoch."""
-        found = self.lengths[self.order]
-        if self.reading.limits.too_long == "drop":
-            return found[found <= self.reading.limits.longest]
-        return np.minimum(found, self.reading.limits.longest)
-
-    def document(self, place: int) -> Document | None:
-        """Return the document at a place of the epoch, None after the last; one that is dropped is marked as such."""
-        if place >= len(self.order):
-            return None
-        number = int(self.order[place])
-        whole, longest = int(self.lengths[number]), self.reading.limits.longest
-        length = min(whole, longest)
-        if length < whole and self.reading.limits.too_long == "drop":
-            return Document(number, 0, whole, None, dropped=True)
-        mask, valid = self.reading.masks.choose(number, None, length, whole), None
-        fields = self.reading.fields
-        if fields.labels is None and fields.ignore < 0:  # otherwise a token may have the id that is ignored
-            tree = tree_in(mask, length)
-            valid = length - 1 if tree is None else counted(tree, None, fields.ignore)
-        return Document(number, length, whole, mask, valid=valid)
-
-    def read(self, document: Document) -> Sample:
-        """Read the sample of a document and cut it to the document's length.
-
-        Raise ValueError if the sample has another length than was given, or other fields than samples before it.
-        """
-        begin = time.perf_counter()
-        where = f"document {document.number}"
-        raw = self.dataset[document.number]
-        fields, stats = self.reading.fields, self.reading.stats
-        assert document.mask is not None
-        sample = opened(raw, fields, document.length, where, tree_in(document.mask, document.length))
-        if sample.whole != document.whole:
-            raise ValueError(f"{where} has {sample.whole} tokens, but its length was given as {document.whole}")
-        self.schema = checked_schema(self.schema, sample.schema, where)
-        stats.documents_read += 1
-        stats.reading_s += time.perf_counter() - begin
-        return sample
-
-    def release(self, place: int) -> None:
-        """Do nothing: this source holds no samples."""
-
-    def state(self, epoch: int) -> dict[str, Any] | None:
-        """Return None: this source has no state besides the loader's place."""
-        return None
-
-    def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Do nothing: this source has no state to restore."""
+    documents: dict[int, Document]
+    schema: Schema | None
+    next: int
+    ended: bool
 
 
-class Read:
+class ReadSource:
     """The documents of a dataset or stream that has to be read before its lengths or masks are known.
 
     ``samples`` is the number of samples, None for a stream. Methods that may read are called by all ranks together.
@@ -231,8 +140,7 @@ class Read:
     def _read_round(self) -> None:
         """Read this rank's share of the next places, and exchange the documents with all ranks.
 
-        If a rank cannot read its share, all ranks raise, as :meth:`~flexcp.data.row_sharing.Peers.all_gather_or_raise`
-        says, and the round has not been read.
+        If a rank cannot read its share, all ranks raise, and the round has not been read.
         """
         begin = time.perf_counter()
         found: dict[int, Document] = {}
@@ -392,39 +300,3 @@ class Read:
             self.held[place], self._packed[place] = sample, packed
             self.schema = checked_schema(self.schema, sample.schema, where)
         return document
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """What was read of a stream and not handed out, as all ranks know it: documents by place, and their columns.
-
-    ``next`` is the place of the sample that comes next from the stream, unless it has ``ended``.
-    """
-
-    documents: dict[int, Document]
-    schema: Schema | None
-    next: int
-    ended: bool
-
-
-def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
-    """Return ``found``, the per-token columns of a sample; raise ValueError if they differ from ``known``.
-
-    ``known`` are the columns of earlier samples, None before the first. ``where`` names the sample.
-    """
-    if known is None or known == found:
-        return found
-    shown = [{name: f"{dtype} {list(shape)}" for name, dtype, shape in schema} for schema in (known, found)]
-    raise ValueError(
-        f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; "
-        "all samples need the same fields"
-    )
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Return whether samples are read by number: the dataset has a length and indexing, and is no IterableDataset."""
-    from torch.utils.data import IterableDataset
-
-    if isinstance(dataset, IterableDataset):
-        return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
