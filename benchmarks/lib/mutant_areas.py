@@ -63,9 +63,9 @@ AREAS = {
     ),
     "loader": _area(
         "data",
-        "documents order loader row_sharing local_batch",
+        "documents order loader reading/row_sharing reading/read_source reading/streams local_batch",
         "data/test_rows_of_a_rank data/test_state data/test_loader data/test_micro_batches data/test_grouped_samples "
-        "data/test_speeds",
+        "data/test_failing_reads data/test_speeds",
     ),
     "report": _area(
         "report",
