@@ -77,7 +77,7 @@ def first_use(plan: Plan, rank: int, recipe: RankRecipe | None) -> None:
     for backward in (False, True):
         step.prepared(0, backward, "cpu", types)
         step.passes.calls(0, backward)
-    step.kept_order_on(types.device)
+    step.tables.order_on(types.device)
 
 
 def thread_ms(work: Callable[[], object]) -> float:

@@ -78,7 +78,7 @@ def form_of(trainer: Trainer, sequences: Sequence[list[int]], prompt: int, as_tr
 
 def loss_of(trainer: Trainer, form: Form) -> Tensor:
     """Return the mean over the tokens of all rollouts."""
-    ids, positions = form.step.shard(form.tokens), form.step.positions_on(form.tokens.device)
+    ids, positions = form.step.shard(form.tokens), form.step.tables.positions_on(form.tokens.device)
     logits = trainer.model(ids[None], position_ids=positions[None], step=form.step, use_cache=False).logits[0]
     return form.step.loss(logits, form.edges, weights=form.weights)
 

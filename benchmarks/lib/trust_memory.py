@@ -100,7 +100,7 @@ def measured(group: dist.ProcessGroup | None, plan: Plan, device: str) -> Row:
         "peak": peak,
         "off": off,
         "arena": plan.memory(step.rank).arena,
-        "tables": sum(x.untyped_storage().nbytes() for x in step.tables()),
+        "tables": sum(x.untyped_storage().nbytes() for x in step.tables.tensors()),
         "tables predicted": plan.memory(step.rank).tables,
         "communicators": outside[0] if group is not None else 0,
         "peer buffers": outside[1] if group is not None else 0,

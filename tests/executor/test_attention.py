@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp.batch import MaskLike
-from flexcp.executor import step as step_module
+from flexcp.executor import step_tables
 from flexcp.executor.kernels import Settings, cpu
 from flexcp.executor.step import Step
 from flexcp.masks import Mask
@@ -394,9 +394,9 @@ def test_a_prepared_step_prepares_nothing_at_its_first_layer(monkeypatch: pytest
     masks = {"full": (flexcp.full(), 1), "window": (flexcp.window(4), 3)}
     step, given = one_rank(masks=masks)
     step.prepare("cpu")
-    monkeypatch.setattr(step_module, "prepare_program", None)
-    monkeypatch.setattr(step_module, "rank_program", None)
-    monkeypatch.setattr(step_module, "pass_recipe", None)
+    monkeypatch.setattr(step_tables, "prepare", None)
+    monkeypatch.setattr(step_tables, "rank_program", None)
+    monkeypatch.setattr(step_tables, "pass_recipe", None)
     for name in masks:
         q = given["q"].clone().requires_grad_()
         flexcp.attention(q, given["k"], given["v"], step, mask=name).sum().backward()

@@ -401,7 +401,7 @@ def on_counted_rows(group: dist.ProcessGroup, plan: Plan, how: str, by: str) -> 
         labels = torch.where(marked == VOCABULARY - 1, -100, marked)
     else:
         total = cross_entropy(logits, labels, reduction="sum")
-    rows, own = int((step.row_tokens >= 0).sum()), int((labels != -100).sum())
+    rows, own = int((step.tables.tokens >= 0).sum()), int((labels != -100).sum())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step.share(total, rows if by == "rows" else own, without_attention=True)

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flexcp
-from flexcp.executor.run.message_layout import Types
 from flexcp.executor.step import Step
 from flexcp.frameworks import used
 from flexcp.measure.ranks import RankPool
@@ -439,14 +438,14 @@ def test_a_step_recognises_its_own_positions_without_reading_them() -> None:
     step = flexcp.bind(
         flexcp.Planner(heads=2, kv_heads=1, head_dim=16, cluster=flexcp.cluster("h100", ranks_per_node=1))([5, 3])
     )
-    assert not step.are_positions(step.positions)  # positions_on was not called yet
-    own = step.positions_on(torch.device("cpu"))
+    assert not step.tables.are_positions(step.positions)  # positions_on was not called yet
+    own = step.tables.positions_on(torch.device("cpu"))
     assert own.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert step.positions_on(torch.device("cpu")) is own
-    assert step.are_positions(own[None]) and step.are_positions(own.view(2, 4))
-    assert not step.are_positions(own[:5])
-    assert not step.are_positions(own.view(2, 4).T)
-    assert not step.are_positions(own.clone())
+    assert step.tables.positions_on(torch.device("cpu")) is own
+    assert step.tables.are_positions(own[None]) and step.tables.are_positions(own.view(2, 4))
+    assert not step.tables.are_positions(own[:5])
+    assert not step.tables.are_positions(own.view(2, 4).T)
+    assert not step.tables.are_positions(own.clone())
 
 
 def test_a_plan_of_several_ranks_needs_a_group() -> None:
@@ -562,9 +561,8 @@ def test_tensors_of_the_wrong_length_are_refused(pool: RankPool) -> None:
 
 
 def on_cuda_tensors(group: dist.ProcessGroup, plan: Plan) -> str:
-    types = Types(torch.bfloat16, torch.float32, torch.float32, torch.device("cuda:0"))
     try:
-        flexcp.bind(plan, group).prepared(0, False, "cpu", types)
+        flexcp.bind(plan, group).choose_kernel(torch.device("cuda:0"), None)
     except ValueError as error:
         return str(error)
     return "accepted"

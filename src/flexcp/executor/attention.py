@@ -125,9 +125,9 @@ def _attend(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor, 
     runtime = _runtime(step, q, numbers, number, backward=False)
     prepared = step.prepared(number, False, step.choose_kernel(q.device, numbers.kernel), runtime.types)
     step.note_call()
-    kept_q, kept_k, kept_v = (step.in_stream_order(rows) for rows in (q, k, v))
+    kept_q, kept_k, kept_v = (step.tables.in_stream_order(rows) for rows in (q, k, v))
     out, lse, keys = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
-    out, lse = step.in_local_order(out), step.in_local_order(lse)
+    out, lse = step.tables.in_local_order(out), step.tables.in_local_order(lse)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     out = out.to(q.dtype)
@@ -152,14 +152,14 @@ def _gradients(
     runtime = _runtime(step, q, numbers, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, numbers.kernel), runtime.types)
     gradient = OutputGradient(back.do.to(made.out.dtype), made.out, back.dlse, made.lse.dtype)
-    if step.kept_order_on(q.device) is not None:
-        gradient = gradient.in_order(step.in_stream_order)
-    kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(rows) for rows in (q, k, v, made.lse))
+    if step.tables.order_on(q.device) is not None:
+        gradient = gradient.in_order(step.tables.in_stream_order)
+    kept_q, kept_k, kept_v, kept_lse = (step.tables.in_stream_order(rows) for rows in (q, k, v, made.lse))
     found = list(run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient))
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, gradient.delta)
     del kept_q, kept_k, kept_v, kept_lse, gradient
     # Free each float32 gradient before the next one is rounded, as plan.memory counts it.
-    dq, dk, dv = (step.in_local_order(found.pop(0).to(x.dtype)) for x in (q, k, v))
+    dq, dk, dv = (step.tables.in_local_order(found.pop(0).to(x.dtype)) for x in (q, k, v))
     return dq, dk, dv, dsinks
 
 

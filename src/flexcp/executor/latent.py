@@ -109,13 +109,13 @@ class _LatentAttention(torch.autograd.Function):
             k, v = _expanded(asked.expand, arena, weights, q)
             module = find_kernel(asked.kernel)
             work = module.prepare(program.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
-            rows = step.in_stream_order(q)
+            rows = step.tables.in_stream_order(q)
             whole = covers(program.slices, len(rows))
             out, lse = local_forward(module, work, whole, types, asked.settings, rows, k, v, rounded=True)
         out = out.to(q.dtype)
         ctx.save_for_backward(rows, latent, out, lse, arena if program.keys_kept else None, *weights)
         ctx.call = (asked, program, module, work)
-        return step.in_local_order(out)
+        return step.tables.in_local_order(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,7 +123,7 @@ class _LatentAttention(torch.autograd.Function):
         asked, program, module, work = ctx.call
         step = asked.step
         step.losses.note_backward()
-        do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
+        do, types = step.tables.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         messages = _open_messages(program, step, latent, backward=True)
         with messages.exchange:
             if arena is None:
@@ -137,7 +137,7 @@ class _LatentAttention(torch.autograd.Function):
             darena = torch.zeros_like(arena) if found[0] is None else found[0]
             dlatent = _returned(darena.to(types.accumulator), program, messages, latent.dtype)
             messages.exchange.finish()
-        return step.in_local_order(dq).to(q.dtype), step.in_local_order(dlatent), None, *found[1:]
+        return step.tables.in_local_order(dq).to(q.dtype), step.tables.in_local_order(dlatent), None, *found[1:]
 
 
 # --- exchanges --------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _fetched(
     Latents that this rank relays are sent on in later stages.
     """
     arena = latent.new_zeros((program.rows, latent.shape[1]))
-    arena[uploaded(program.own, latent.device)] = step.in_stream_order(latent)
+    arena[uploaded(program.own, latent.device)] = step.tables.in_stream_order(latent)
     for number, stage in enumerate(stages):
         for rows, message in messages.exchanged(number, stage, arena):
             arena[rows] = message

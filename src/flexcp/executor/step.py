@@ -7,16 +7,14 @@ and in which order, moves per-token tensors in and out of that layout, and holds
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.executor import local_rows
+from flexcp.executor import local_rows, step_mistakes
 from flexcp.executor.arguments import (
     check_number,
     check_rows,
@@ -32,30 +30,23 @@ from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.pass_exchanges import Passes
 from flexcp.executor.exchange.rank_calls import Call
 from flexcp.executor.exchange.transports import Exchange
-from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, counted_rows, share_factor, wrong_count
-from flexcp.executor.losses.copied_labels import SHIFTED_TWICE, SeenTokens
+from flexcp.executor.losses.averaging import Gradients, share_factor
+from flexcp.executor.losses.copied_labels import SeenTokens
 from flexcp.executor.losses.edges import (
     Edges,
     check_edge_logits,
     edge_log_probs,
     edges_of,
     gathered,
-    predictions,
     weighed_loss,
 )
-from flexcp.executor.losses.loss_graph import cross_entropy_labels, embedded_ids
 from flexcp.executor.losses.loss_watch import LossWatch
-from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
-from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
-from flexcp.executor.run.prepared import Prepared, WorkLists
-from flexcp.executor.run.prepared import prepare as prepare_program
-from flexcp.executor.run.rank_program import rank_program
+from flexcp.executor.run.prepared import Prepared
 from flexcp.executor.run.rank_recipe import RankRecipe
-from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row_positions
-from flexcp.executor.step_handles import given_another, new_handle, next_number, run_instead
+from flexcp.executor.step_handles import new_handle, next_number
+from flexcp.executor.step_tables import StepTables
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches, refuse_order
@@ -113,14 +104,9 @@ class Step:
         """Whether the plan keeps received keys for the backward, for any of its masks."""
         self.kernels: dict[str, str] = {}
         """The names of the kernels that were chosen for this step, with the reason for each choice."""
-        self._recipe = recipe
-        self._pass_recipes: dict[tuple[int, bool], PassRecipe] = {} if recipe is None else dict(recipe.passes)
-        self._prepared: dict[tuple[int, bool, str, Types], Prepared] = {}
-        self._work_lists: WorkLists = {}
+        self.tables = StepTables(plan, rank, recipe)
+        """What is derived from the plan for this rank: rows, and programs on devices."""
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
-        self._orders: dict[torch.device, Tensor | None] = {}
-        self._positions: dict[torch.device, Tensor] = {}
-        self._table_streams = TableStreams()
 
     @property
     def cp_size(self) -> int:
@@ -141,7 +127,7 @@ class Step:
         """
         self.asked_for_rows = True
         self.seen.indexed()
-        return self.row_tokens
+        return self.tables.tokens
 
     @property
     def positions(self) -> Tensor:
@@ -150,65 +136,7 @@ class Step:
         In a tree the position is the depth on the path from the root, so every answer of a shared question continues
         the positions of the question. Raises ValueError if the masks of a document disagree about it.
         """
-        return self.row_positions
-
-    @cached_property
-    def row_tokens(self) -> Tensor:
-        """:attr:`indices`, for internal use: reading it does not count as the user asking for rows."""
-        return torch.from_numpy(self._rows.tokens)
-
-    @cached_property
-    def row_positions(self) -> Tensor:
-        """:attr:`positions`, computed once."""
-        rows = self._rows
-        found = (
-            row_positions(self.plan, local_stream(self.plan.placement, self.rank))
-            if rows.positions is None
-            else rows.positions
-        )
-        return torch.from_numpy(found)
-
-    @cached_property
-    def kept_order(self) -> Tensor | None:
-        """The row numbers of this rank sorted by stream token, or None if the rows are in that order already."""
-        return None if self._rows.order is None else torch.from_numpy(self._rows.order)
-
-    @cached_property
-    def _rows(self) -> RankRows:
-        return rank_rows(self.plan, self.rank) if self._recipe is None else self._recipe.rows
-
-    def kept_order_on(self, device: torch.device) -> Tensor | None:
-        """Return :attr:`kept_order` on a device; it is copied there once."""
-        if device not in self._orders:
-            order = self.kept_order
-            self._orders[device] = None if order is None else uploaded(order.numpy(), device)
-        return self._orders[device]
-
-    def positions_on(self, device: torch.device) -> Tensor:
-        """Return :attr:`positions` on a device; they are copied there once, and the host does not wait for the copy."""
-        self._table_streams.use(device, self.tables)
-        if device not in self._positions:
-            self._positions[device] = uploaded(self.row_positions.numpy(), device)
-        return self._positions[device]
-
-    def are_positions(self, x: Tensor) -> bool:
-        """Return whether ``x`` has the memory of the tensor that :meth:`positions_on` gave; its values are not read."""
-        own = self._positions.get(x.device)
-        return own is not None and x.data_ptr() == own.data_ptr() and x.numel() == len(own) and x.is_contiguous()
-
-    def in_stream_order(self, local: Tensor) -> Tensor:
-        """Return local rows sorted by stream token, which is the order in which programs use them."""
-        order = self.kept_order_on(local.device)
-        return local if order is None else local[order]
-
-    def in_local_order(self, kept: Tensor) -> Tensor:
-        """Return rows that are sorted by stream token in local order; the inverse of :meth:`in_stream_order`."""
-        order = self.kept_order_on(kept.device)
-        if order is None:
-            return kept
-        local = torch.empty_like(kept)
-        local[order] = kept
-        return local
+        return self.tables.positions
 
     def shard(self, full: Tensor, pad: float | int | None = None) -> Tensor:
         """Return this rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``.
@@ -221,7 +149,7 @@ class Step:
         if pad is not None:
             check_number("pad", pad)
         self.asked_for_rows = True
-        local = local_rows.shard(full, self.row_tokens, pad)
+        local = local_rows.shard(full, self.tables.tokens, pad)
         self.seen.sharded(full, local)
         return local
 
@@ -299,9 +227,9 @@ class Step:
         check_whole_numbers(tokens, "tokens", "step.labels")
         successors = local_rows.next_tokens(tokens, self.plan.batch, ignore)
         self.seen.labelled(tokens, ignore)
-        self._refuse_labels_shifted_twice()
+        step_mistakes.refuse_labels_shifted_twice(self)
         # This does not count as asking for rows: labels do not tell where the model's input comes from.
-        return local_rows.shard(successors, self.row_tokens, ignore)
+        return local_rows.shard(successors, self.tables.tokens, ignore)
 
     def edges(self, tokens: Tensor, ignore: int | None = None) -> Edges:
         """Return the edges of this rank, which are its tokens with each of their next tokens.
@@ -315,7 +243,7 @@ class Step:
         check_whole_numbers(tokens, "tokens", "step.edges")
         if tokens.dim() != 1:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, but step.edges takes one id a token")
-        return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
+        return edges_of(self.sequences, self.tables.tokens.numpy(), tokens, ignore)
 
     def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int | None = None) -> Tensor:
         """Return the log-probability of the next token of each edge of this rank, ``[edges]``, in float32 or wider.
@@ -349,12 +277,12 @@ class Step:
         return [self.losses.say(x) for x in found]
 
     @cached_property
-    def _sequences(self) -> Sequences:
+    def sequences(self) -> Sequences:
         return batch_sequences(self.plan.batch)
 
     def _check_edges(self, edges: Edges, place: str) -> None:
         """Raise ValueError for edges that another step made."""
-        if edges.of_batch is not self._sequences:
+        if edges.of_batch is not self.sequences:
             raise ValueError(
                 f"{place} got the edges of another step; take them by edges = step.edges(tokens) of this one"
             )
@@ -396,7 +324,7 @@ class Step:
         factor = share_factor(gradients, self.plan.ranks)
         if isinstance(labels, Edges):
             values = self.log_probs(logits, labels)
-            self._check_attended(without_attention)
+            step_mistakes.check_attended(self, without_attention)
             if logits.requires_grad:
                 self.losses.check_reduction(gradients)
             with self.collectives.checking("step.loss"):
@@ -408,13 +336,13 @@ class Step:
         with self.collectives.checking("step.loss"):
             local_rows.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
-        self._check_attended(without_attention)
+        step_mistakes.check_attended(self, without_attention)
         if logits.requires_grad:
             self.losses.check_reduction(gradients)
-        labels = local_rows.without_pads(labels, self.row_tokens, ignore)
+        labels = local_rows.without_pads(labels, self.tables.tokens, ignore)
         if said is None and ignore != local_rows.DEFAULT_IGNORE:  # the user may have left out more of the loader's
             labels = labels.masked_fill(labels == local_rows.DEFAULT_IGNORE, ignore)
-        self._warn_of_copied_labels(labels, ignore, logits)
+        step_mistakes.warn_of_copied_labels(self, labels, ignore, logits)
         return self.losses.say(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
     def share(
@@ -449,9 +377,9 @@ class Step:
                 'sum over this rank\'s rows, such as cross_entropy(..., reduction="sum")'
             )
         with self.collectives.checking("step.share"):
-            self._check_count(count)
-        self._check_attended(without_attention)
-        self._warn_of_counted_rows(total, count)
+            step_mistakes.check_count(self, count)
+        step_mistakes.check_attended(self, without_attention)
+        step_mistakes.warn_of_counted_rows(self, total, count)
         if total.requires_grad:
             self.losses.check_reduction(gradients)
         return self.losses.say(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
@@ -463,84 +391,6 @@ class Step:
         check_whole("ignore", ignore)
         return ignore
 
-    def _check_count(self, count: Tensor | float) -> None:
-        """Raise ValueError for a count that cannot be this rank's own.
-
-        That is a :class:`CountOfAllRanks`, or one above this rank's rows (in trees, above the positions predicted from
-        them). With one rank, and for tensors that the host may not read, nothing is checked.
-        """
-        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self.may_look_at(count)):
-            return
-        rows = int((self.row_tokens >= 0).sum())
-        if self.plan.batch.trees:  # a token counts once for each sequence that follows it
-            rows = predictions(self._sequences, self.row_tokens.numpy())
-        if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
-            pads = self.local_tokens - int((self.row_tokens >= 0).sum())
-            raise ValueError(wrong_count(float(count), rows, self.plan.ranks, pads))
-
-    def _warn_of_counted_rows(self, total: Tensor, count: Tensor | float) -> None:
-        """Warn if ``count`` is the number of rows of the cross entropy in ``total``, and some of them have no label."""
-        labels = cross_entropy_labels(total)
-        if not labels or not all(self.may_look_at(x) for x in (total, *(x for x, _ in labels))):
-            return
-        rows = sum(x.numel() for x, _ in labels)
-        if float(count) not in (rows, int((self.row_tokens >= 0).sum())):
-            return
-        valid = sum(int((x != ignore).sum()) for x, ignore in labels)
-        if valid < float(count) and rows == self.local_tokens:
-            warnings.warn(counted_rows(float(count), valid), stacklevel=3)
-
-    def may_look_at(self, x: Tensor) -> bool:
-        """Return whether the host may read ``x``: always on a CPU, and on a device only in the first step of a group.
-
-        On a device the host has to wait for the value.
-        """
-        return x.device.type == "cpu" or self.collectives.step == 1
-
-    def _warn_of_copied_labels(self, labels: Tensor, ignore: int, logits: Tensor) -> None:
-        """Warn if labels are the tokens themselves; only the first labels that the host may read are checked."""
-        if self.seen.done or not self.may_look_at(labels):
-            return
-        own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
-
-        def embedded() -> list[Tensor]:
-            return [ids for ids in embedded_ids(logits) if self.may_look_at(ids)]
-
-        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut, embedded)
-        if found is not None:
-            warnings.warn(found, stacklevel=3)
-
-    def _refuse_labels_shifted_twice(self) -> None:
-        """Raise ValueError if :meth:`labels` was given next tokens of the ids that this step has seen."""
-        with self.collectives.checking("step.labels"):
-            if self.seen.shifted_twice(self.row_tokens.numpy(), self.plan.batch, self.may_look_at):
-                raise ValueError(SHIFTED_TWICE)
-
-    def _cut_by_hand_fits(self) -> bool:
-        """Return whether rows that a user cuts without the step are the plan's.
-
-        They are if the plan was made for the user's layout, or if this rank's rows are its contiguous part of the
-        stream.
-        """
-        if self.plan.layout_given:
-            return True
-        cut = self._maps("contiguous")[self.rank]
-        return np.array_equal(local_stream(self.plan.placement, self.rank), cut)
-
-    def _check_attended(self, without_attention: bool) -> None:
-        """Raise RuntimeError if this step's attention never ran, unless ``without_attention`` is True."""
-        if not self.calls and not without_attention:
-            other = run_instead(self)
-            if other is not None:
-                raise RuntimeError(
-                    f"a loss is asked of {self!r}, but its attention never ran. {given_another(other)}. Or pass "
-                    "without_attention=True if the logits come from elsewhere"
-                )
-            raise RuntimeError(
-                f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. "
-                "Turn flexcp on (docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
-            )
-
     def note_call(self) -> None:
         """Count an attention call, and note the DDP or FSDP2 modules that it runs in.
 
@@ -550,66 +400,16 @@ class Step:
         self.calls += 1
         self.last_call = next_number()
         if self.calls == 1:
-            self._warn_of_rows_nobody_asked_for()
-            self._refuse_labels_shifted_twice()
+            step_mistakes.warn_of_rows_nobody_asked_for(self)
+            step_mistakes.refuse_labels_shifted_twice(self)
         self.losses.note_call(self.calls == 1, self.collectives.step == 1)
-
-    def _warn_of_rows_nobody_asked_for(self) -> None:
-        """Warn if the user seems to have cut rows without the step and forgotten ``layout=``.
-
-        Such rows would fit in number, but would not be the plan's. A tensor does not show which rows it holds. Labels
-        at the ends of documents do not show it either, because some train on next tokens across documents. But rows of
-        a plan that places tokens freely can only come from the step, so it suffices to know whether they were taken
-        from it: by ``shard``, ``indices`` or ``restore``, or by the loader or a framework. ``positions`` and ``labels``
-        do not count, because users who cut rows themselves take those from the step too. There is no warning if a
-        layout was given, if the plan's rows are the contiguous part that everyone would cut, or if the number of rows
-        does not fit a cut into equal parts. It is not an error, because rows may follow the plan although the step was
-        not asked: on a later pipeline stage, or if they are random numbers.
-        """
-        if self.plan.ranks == 1 or self.asked_for_rows or self._cut_by_hand_fits():
-            return
-        counts, tokens, ranks = self.plan.placement.tokens, self.plan.batch.tokens, self.plan.ranks
-        if self.local_tokens in (tokens // ranks, -(-tokens // ranks)) or bool((counts == counts[0]).all()):
-            warnings.warn(
-                f"the plan gives rank {self.rank} tokens that are not part {self.rank} of {ranks} equal parts of the "
-                "stream, and nothing has asked this step which: take them by step.shard(stream), and their positions "
-                "from step.positions; or plan with layout='contiguous' if every rank cuts its own part of the stream "
-                "('zigzag' or index arrays for other cuts). If the rows are the plan's after all, read step.indices "
-                "once before attention to end this warning",
-                stacklevel=2,
-            )
-
-    def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
-        """Return what this rank does in a pass (one mask, one direction), as integers; ``mask`` is the mask's index.
-
-        It is derived on first use, unless the step was bound with a recipe.
-        """
-        key = (mask, backward)
-        if key not in self._pass_recipes:
-            self._pass_recipes[key] = pass_recipe(rank_program(self.plan, self.rank, *key), backward, self.plan.shape)
-        return self._pass_recipes[key]
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
         """Return the program of a pass (one mask, one direction) with its work lists and index maps on the device.
 
-        It is made on first use. ``mask`` is the mask's index, ``types`` the dtypes and the device. Raise ValueError if
-        the group's backend cannot send tensors of that device.
+        It is made on first use. ``mask`` is the mask's index, ``types`` the dtypes and the device.
         """
-        key = (mask, backward, kernel, types)
-        if key not in self._prepared:
-            self._check_backend(types.device)
-        self._table_streams.use(types.device, self.tables)
-        if key not in self._prepared:
-            if not self._prepared:
-                recipe = self._recipe
-                self.arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
-            made = self.pass_recipe(mask, backward)
-            self._prepared[key] = prepare_program(made, self.plan.shape, kernel, types, self._work_lists)
-        return self._prepared[key]
-
-    def tables(self) -> list[Tensor]:
-        """Return the tensors that this step has made on devices so far: work lists, index maps and positions."""
-        return tables_in(self._prepared, self._work_lists, self._orders, self._positions)
+        return self.tables.prepared(mask, backward, kernel, types, self.arena)
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything that attention needs on ``device`` now, instead of in the first layer.
@@ -623,9 +423,9 @@ class Step:
             for backward in (False, True):
                 self.prepared(mask, backward, name, types)
                 self.passes.calls(mask, backward)
-        self.kept_order_on(types.device)
-        if self._rows.positions is not None:
-            self.positions_on(types.device)
+        self.tables.order_on(types.device)
+        if self.tables.has_positions:
+            self.tables.positions_on(types.device)
 
     def open_exchange(
         self, mask: int, backward: bool, device: torch.device, calls: tuple[tuple[Call, ...], ...] | None = None
@@ -640,9 +440,10 @@ class Step:
         """Return the name of the kernel for tensors on ``device``, and note it in ``self.kernels``.
 
         ``kernel`` overrides the choice; an unknown name raises ValueError, and a kernel that cannot run the plan's
-        shape NotImplementedError.
+        shape NotImplementedError. Raise ValueError if the group's backend cannot send tensors of that device.
         """
         if (device, kernel) not in self._chosen:
+            self._check_backend(device)
             shape = self.plan.shape
             dtype = getattr(torch, shape.dtype)
             choice = choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim, kernel)

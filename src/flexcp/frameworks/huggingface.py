@@ -275,7 +275,7 @@ def _without_labels(step: Step, tokens: Tensor) -> dict[str, Any]:
     if step.local_tokens == 0:  # models cannot run on no rows
         ids = positions = tokens.new_zeros(1)
     else:
-        ids, positions = step.shard(tokens), step.positions_on(tokens.device)
+        ids, positions = step.shard(tokens), step.tables.positions_on(tokens.device)
     return {"input_ids": ids[None], "position_ids": positions[None], "step": step, "use_cache": False}
 
 

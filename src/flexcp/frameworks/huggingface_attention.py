@@ -114,7 +114,7 @@ def flexcp_attention(
     if query.shape[2] == 1 and step.local_tokens == 0:
         q, k, v = q[:0], k[:0], v[:0]
     else:
-        q = retuned(module, q, len(q), step.row_positions)
+        q = retuned(module, q, len(q), step.tables.positions)
     layer: dict[str, Any] = {"mask": chunks_named(chunk)} if chunk else {"window": sliding_window or 0}
     out = _attended(q, k, v, step, scale=scaling, softcap=softcap, sinks=sinks, **layer)
     if query.shape[2] == 1 and step.local_tokens == 0:
@@ -347,11 +347,11 @@ def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
     The step's own positions are recognised without reading them, because a read from a GPU makes the host wait.
     """
     tokens = step.local_tokens
-    if position_ids is None or position_ids.shape[-1] != tokens or step.are_positions(position_ids):
+    if position_ids is None or position_ids.shape[-1] != tokens or step.tables.are_positions(position_ids):
         return
     counted = torch.arange(tokens)
     given = position_ids.reshape(-1)[-tokens:].cpu()
-    if torch.equal(given, counted) and not torch.equal(step.row_positions, counted):
+    if torch.equal(given, counted) and not torch.equal(step.tables.positions, counted):
         raise ValueError(
             "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], "
             "which RoPE needs"

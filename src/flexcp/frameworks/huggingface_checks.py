@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
+from flexcp.executor.step_mistakes import may_look_at
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.huggingface_attention import NAME, not_passed_on, refuse_counted
 from flexcp.frameworks.huggingface_layers import CHUNKED, other_layers
@@ -214,7 +215,7 @@ def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> N
     without a label by another number than -100, they must not hold that number. Nothing is checked if the host may not
     read the tensors.
     """
-    if not isinstance(labels, Tensor) or not isinstance(shifted, Tensor) or not step.may_look_at(shifted):
+    if not isinstance(labels, Tensor) or not isinstance(shifted, Tensor) or not may_look_at(step, shifted):
         return
     same = labels.data_ptr() == shifted.data_ptr() and labels.shape == shifted.shape
     if not same and not torch.equal(labels.to(shifted.device), shifted):
@@ -323,7 +324,11 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
     # A rank without tokens gets a row that no other row sees.
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    found = step.positions_on(device)[None] if step.local_tokens else step.row_positions.new_zeros(1, 1, device=device)
+    found = (
+        step.tables.positions_on(device)[None]
+        if step.local_tokens
+        else step.tables.positions.new_zeros(1, 1, device=device)
+    )
     if at < len(arguments):
         return (*arguments[:at], found, *arguments[at + 1 :]), keywords
     return arguments, keywords | {"position_ids": found}

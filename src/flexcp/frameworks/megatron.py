@@ -211,7 +211,7 @@ class PlannedRotary(torch.nn.Module):
         longest = int(step.plan.batch.lengths.max())
         found = self.inner(1 << (longest - 1).bit_length(), packed_seq=True)
         table, *more = found if isinstance(found, tuple) else (found,)
-        angles = table[step.positions_on(table.device)]
+        angles = table[step.tables.positions_on(table.device)]
         return (angles, *more) if more else angles
 
 

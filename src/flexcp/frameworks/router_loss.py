@@ -29,7 +29,7 @@ def with_shared_router_loss(module: nn.Module, output: Any, step: Step, gradient
     if not isinstance(router_loss, Tensor) or router_loss.dim() or step.cp_size == 1:
         return output
     loss = output[0] if is_tuple else output.loss
-    rows = int((step.row_tokens >= 0).sum())
+    rows = int((step.tables.tokens >= 0).sum())
     share = share_factor(gradients, step.cp_size) * rows / step.plan.batch.tokens
     shared = loss + _coefficient(module) * (share - 1) * router_loss.to(loss.device)
     if is_tuple:

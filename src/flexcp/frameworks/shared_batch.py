@@ -123,7 +123,7 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
     refuse_branches(step.plan.batch, "shifted labels know")
     if step.local_tokens == 0:
         return Rows(step, tokens.new_zeros(1), tokens.new_zeros(1), labels.new_full((1,), IGNORE))
-    return Rows(step, step.shard(tokens), step.positions_on(tokens.device), step.shard(labels, pad=IGNORE))
+    return Rows(step, step.shard(tokens), step.tables.positions_on(tokens.device), step.shard(labels, pad=IGNORE))
 
 
 def gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:

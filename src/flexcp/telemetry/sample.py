@@ -98,7 +98,7 @@ def worst_row(
     mask's index. ``tokens`` must be ascending. All ranks of the step's group must call this.
     """
     q, k, v = qkv
-    here = step.row_tokens.numpy()
+    here = step.tables.tokens.numpy()
     q_NHD, out_NHV, lse_NH = _everywhere(step, here, tokens, q, out, lse)
     seen = [_visible(step.plan.batch, mask, int(token), here) for token in tokens]
     exact, rounded = torch.float64, torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -40,10 +40,10 @@ def test_a_change_of_stream_waits_and_tells_the_allocator(monkeypatch: pytest.Mo
 def test_all_tables_of_a_step_are_found() -> None:
     planner = flexcp.Planner(4, 2, 16, dtype="float32", cluster=flexcp.cluster("cpu", 1, 1), strategy="blocks")
     step = flexcp.bind(planner([9, 4], layout=[[*range(12, -1, -1)]]))
-    assert step.tables() == []
+    assert step.tables.tensors() == []
     step.prepare("cpu")
-    order = step.kept_order_on(torch.device("cpu"))
-    assert any(x is order for x in step.tables())
+    order = step.tables.order_on(torch.device("cpu"))
+    assert any(x is order for x in step.tables.tensors())
     first, second = torch.zeros(3), torch.zeros(2)
     assert len(tables_in({"a": [first, (second, first)]}, None, 3)) == 2
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flexcp
-from flexcp.executor import step as step_module
+from flexcp.executor import step_tables
 from flexcp.executor.exchange import pass_exchanges
 from flexcp.executor.exchange.pass_exchanges import Passes
 from flexcp.executor.run.message_layout import types_of
@@ -71,20 +71,20 @@ def test_a_step_with_a_recipe_derives_nothing(monkeypatch: pytest.MonkeyPatch) -
         wanted = [plain.prepared(*key, "cpu", TYPES) for key in keys]
         with monkeypatch.context() as patch:
             for module, name in (
-                (step_module, "rank_program"),
-                (step_module, "pass_recipe"),
-                (step_module, "rank_rows"),
+                (step_tables, "rank_program"),
+                (step_tables, "pass_recipe"),
+                (step_tables, "rank_rows"),
             ):
                 patch.setattr(module, name, None)
             patch.setattr(pass_exchanges, "rank_calls", None)
             patch.setattr(Plan, "memory", None)
             found = [ready.prepared(*key, "cpu", TYPES) for key in keys]
             calls = [ready.passes.calls(*key) for key in keys]
-            rows = (ready.row_tokens, ready.row_positions, ready.kept_order)
+            rows = (ready.tables.tokens, ready.tables.positions, ready.tables.order)
         assert calls == [plain.passes.calls(*key) for key in keys]
-        assert torch.equal(rows[0], plain.row_tokens) and torch.equal(rows[1], plain.row_positions)
-        assert (rows[2] is None) == (plain.kept_order is None)
-        assert rows[2] is None or torch.equal(rows[2], plain.kept_order)  # type: ignore[arg-type]
+        assert torch.equal(rows[0], plain.tables.tokens) and torch.equal(rows[1], plain.tables.positions)
+        assert (rows[2] is None) == (plain.tables.order is None)
+        assert rows[2] is None or torch.equal(rows[2], plain.tables.order)  # type: ignore[arg-type]
         assert rows[2] is not None or not options
         for a, b in zip(wanted, found, strict=True):
             names = ("program", "work", "opens", "closes", "sends", "receives")
