@@ -10,9 +10,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import track
-
 from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import STATIC, attention_only
 from flexcp.data.lengths import draw_lengths
@@ -20,6 +17,7 @@ from flexcp.models.find import find_model
 from flexcp.models.topology import topology
 from flexcp.shape import Shape
 from flexcp.simulator.bounds import pass_bounds
+from lib.progress import tracked
 from simulated import Experiment, row_of, table
 
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
@@ -80,7 +78,7 @@ def section() -> list[str]:
     """Return the lines of the section: what its columns are, and a row for each setting and number of tokens."""
     cases = [(heads, tokens) for heads in SETTINGS for tokens in TOKENS]
     rows = []
-    for heads, tokens in track(cases, "heads", console=Console(stderr=True)):
+    for heads, tokens in tracked(cases, "heads"):
         found = [gains(heads.shape, where, name, tokens) for where in heads.clusters for name in heads.lengths]
         gain, most = zip(*found, strict=True)
         numbers = (statistics.geometric_mean(gain), statistics.mean(gain), min(gain), max(gain))

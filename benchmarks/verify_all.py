@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.progress import Progress
 
 from flexcp.measure.ranks import RankPool
 from flexcp.measure.verify import Verdict
@@ -42,6 +41,7 @@ from lib.matrix import (
     sampled,
     verify_cases,
 )
+from lib.progress import tracked
 
 CHUNK = 12
 Result = tuple[str, Cell, Verdict]
@@ -103,19 +103,17 @@ def _run_parts(sample: int, pools: int) -> list[Part]:
 
 def _results(sample: int, part: int, pools: int) -> list[Result]:
     results: list[Result] = []
-    with RankPool(8) as pool, Progress() as progress:
+    with RankPool(8) as pool:
         for label, cells in (("float64", full_matrix()), ("lower", low_precision_matrix())):
             chunks = list(_chunks(sampled(cells, sample)))[part::pools]
-            task = progress.add_task(label, total=sum(map(len, chunks)))
-            for chunk in chunks:
+            for chunk in tracked(chunks, f"{label}, {CHUNK} cases at a time"):
                 cases = [case_of(cell) for cell in chunk]
                 verdicts = pool.run(verify_cases, cases, ranks=cases[0].plan.ranks)[0]
                 for case, verdict in zip(cases, verdicts, strict=True):
                     case.plan.check()
                     results.append((label, case.cell, verdict))
                     if not verdict.passed:
-                        progress.console.print(f"FAILED {case.name}: {verdict}")
-                progress.update(task, advance=len(chunk))
+                        print(f"FAILED {case.name}: {verdict}", file=sys.stderr, flush=True)
     return results
 
 
