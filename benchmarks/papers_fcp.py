@@ -53,7 +53,7 @@ FASTER = "H100-like"
 RESHUFFLE = 0.75
 
 
-def _where(ranks: int, rules: Rules = Rules()) -> Experiment:  # noqa: B008 - immutable
+def _where(ranks: int, rules: Rules = Rules()) -> Experiment:
     return Experiment(setting.machine(ranks), setting.SHAPE, setting.COST, rules)
 
 

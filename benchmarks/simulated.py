@@ -28,8 +28,8 @@ class Experiment:
 
     cluster: Cluster
     shape: Shape
-    cost: CostModel = CostModel()  # noqa: RUF009 - immutable
-    rules: Rules = Rules()  # noqa: RUF009 - immutable
+    cost: CostModel = CostModel()
+    rules: Rules = Rules()
     training: Training | None = None
 
     def compare(
@@ -47,7 +47,7 @@ class Experiment:
         return Request(batch, self.shape, self.cluster, replace(self.cost, model=model), training=self.training)
 
 
-def step_of(preset: Preset, cluster: Cluster, sync: str = "fsdp", rules: Rules = Rules()) -> Experiment:  # noqa: B008
+def step_of(preset: Preset, cluster: Cluster, sync: str = "fsdp", rules: Rules = Rules()) -> Experiment:
     """Return an experiment on whole steps of a model."""
     return Experiment(cluster, preset.shape, rules=rules, training=Training(preset, sync))  # type: ignore[arg-type]
 

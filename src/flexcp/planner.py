@@ -61,7 +61,7 @@ class Planner:
         head_dim: int = 128,
         v_head_dim: int | None = None,
         dtype: str = "bfloat16",
-        cluster: Cluster = cluster(),  # noqa: B008 - immutable
+        cluster: Cluster = cluster(),
         cost: CostModel | None = None,
         model: Model | None = None,
         strategy: str = "auto",

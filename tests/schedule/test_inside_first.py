@@ -31,7 +31,7 @@ from flexcp.simulator.training import simulate
 RANKS_PER_NODE = 4
 
 
-def placed(name: str, shape: Shape = Shape(32, 8, 128, 128)) -> tuple[Request, Placement]:  # noqa: B008 - immutable
+def placed(name: str, shape: Shape = Shape(32, 8, 128, 128)) -> tuple[Request, Placement]:
     """Place documents, the longest of them over all nodes, in teams that split heads."""
     lengths = [65_536, *draw_lengths("web", 65_536, 0)] if name == "half" else draw_lengths(name, 131_072, 0)
     batch = make_batch(lengths, flexcp.causal())

@@ -74,7 +74,7 @@ class Question:
     today: str | None = None
     tp: int = 1
     divided: str = ""
-    rules: Rules = Rules()  # noqa: RUF009 - immutable
+    rules: Rules = Rules()
     sync: Sync = "fsdp"
     overlap_permille: int = 1000
 

@@ -154,7 +154,7 @@ class Comparison:
 def compare(
     request: Request,
     names: Sequence[str] = NAMES,
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
     on_row: Callable[[str], None] | None = None,
     compute: Compute | None = None,
     search: bool = True,
@@ -183,7 +183,7 @@ def compare(
 def compare_batches(
     requests: Sequence[Request],
     names: Sequence[str],
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
     tell: Callable[[str], None] = lambda _: None,
     accepts: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, list[Row]]:

@@ -95,7 +95,7 @@ def choose_static(
 def fixed_static(
     requests: Sequence[Request],
     dealing: str = "tokens",
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
 ) -> StaticChoice:
     """Return the static method, with one degree, that has the least simulated time over all requests.
 

@@ -112,9 +112,9 @@ class Loader:
         seed: int = 0,
         device: torch.device | str | None = None,
         telemetry: Watcher | None = None,
-        samples: Samples = Samples(),  # noqa: B008 - immutable
-        batches: Batches = Batches(),  # noqa: B008 - immutable
-        planning: Planning = Planning(),  # noqa: B008 - immutable
+        samples: Samples = Samples(),
+        batches: Batches = Batches(),
+        planning: Planning = Planning(),
         **old: Any,
     ) -> None:
         warn_of_old_arguments(old, ARGUMENTS, stacklevel=3)

@@ -72,7 +72,7 @@ def with_execution(
     backward: bool,
     most_ahead: int = 2,
     posting: Posting | None = None,
-    wishes: Wishes = Wishes(),  # noqa: B008 - immutable
+    wishes: Wishes = Wishes(),
 ) -> Program:
     """Return the program with its execution chosen: how each stage's messages are issued, how early, and the margins.
 

@@ -162,7 +162,7 @@ class Simulation:
 def simulate(
     plan: Plan,
     cost: CostModel | None = None,
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
     training: Training | None = None,
     measured: Callable[[int, bool], Ints] | None = None,
     models: Models | None = None,
@@ -185,7 +185,7 @@ def simulate(
 def simulated_step(
     plan: Plan,
     training: Training,
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
     models: Models | None = None,
 ) -> StepTime:
     """Return the time of a whole training step, without the separate passes that :func:`simulate` runs as well.
@@ -197,7 +197,7 @@ def simulated_step(
 
 def pass_models(
     plan: Plan,
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
     like: Plan | None = None,
     known: Models = (),
 ) -> Models:

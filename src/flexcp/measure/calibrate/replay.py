@@ -45,7 +45,7 @@ def replay(
     plan: Plan,
     device: str = "cpu",
     cost: CostModel | None = None,
-    rules: Rules = Rules(),  # noqa: B008 - immutable
+    rules: Rules = Rules(),
     training: Training | None = None,
     repeats: int = 3,
     kernel: str | None = None,

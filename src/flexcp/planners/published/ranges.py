@@ -141,7 +141,7 @@ def placed(
     ranges: Ranges,
     traffic: Traffic,
     note: str = "",
-    wishes: Wishes = Wishes(),  # noqa: B008 - immutable
+    wishes: Wishes = Wishes(),
     any_layout: bool = False,
 ) -> Placement:
     """Return a placement in which each rank keeps and computes the rows of its ranges.
