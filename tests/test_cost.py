@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp.clusters import Cluster, cluster
-from flexcp.cost import H200_CONTENTION_ACROSS, TILE_ROWS, Contention, CostModel, Model, dense_model
+from flexcp.cost import H200_CONTENTION_ACROSS, LARGEST_SIZE, TILE_ROWS, Contention, CostModel, Model, dense_model
 from flexcp.shape import Shape
 
 SHAPE = Shape(8, 2, 64, 32)
@@ -83,6 +83,15 @@ def test_without_a_model_a_dense_one_is_meant() -> None:
     dense = dense_model(SHAPE)
     assert (dense.hidden, dense.feed_forward) == (512, 1792)
     assert CostModel().linear_flops(SHAPE) == CostModel(model=dense).linear_flops(SHAPE)
+
+
+@pytest.mark.parametrize("field", ["hidden", "layers", "feed_forward", "experts_active"])
+def test_a_model_too_large_to_count_is_refused(field: str) -> None:
+    """A step of such a model ended in an OverflowError."""
+    model = Model("large", hidden=100, layers=4, feed_forward=300)
+    assert replace(model, **{field: LARGEST_SIZE}) != model
+    with pytest.raises(ValueError, match=f"needs {field} as a whole number from 1 to 4,194,304; got 99999999999999"):
+        replace(model, **{field: 99_999_999_999_999})
 
 
 @given(

@@ -52,6 +52,8 @@ PEAK_PERMILLE = {"bfloat16": 1000, "float16": 1000, "float32": 500, "float64": 6
 
 LARGEST = 2**62
 """Products above this are computed in Python integers, because they may not fit 64 bits."""
+LARGEST_SIZE = 2**22
+"""The largest size of a model; with any size, FLOPs and bytes of its layers would not fit 64 bits."""
 FORMAT = "flexcp-cost-1"
 
 
@@ -60,7 +62,8 @@ class Model:
     """The sizes of a transformer that its cost depends on.
 
     ``hidden`` is the width of the residual stream and ``feed_forward`` the inner width of the gated feed-forward, of
-    which a token uses ``experts_active`` copies (1 in a dense model). Sizes below 1 raise ValueError.
+    which a token uses ``experts_active`` copies (1 in a dense model). Sizes below 1 or above ``LARGEST_SIZE`` raise
+    ValueError.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for field in ("hidden", "layers", "feed_forward", "experts_active"):
-            _check_number("model", field, getattr(self, field), 1)
+            _check_number("model", field, getattr(self, field), 1, LARGEST_SIZE)
 
     def linear_flops_per_token(self, shape: Shape) -> int:
         """Return the forward FLOPs of one token in one layer outside attention: projections and feed-forward."""
@@ -374,10 +377,11 @@ def _exactly_divided_up(amount: Ints, numerator: int, denominator: Any) -> Ints:
     return np.asarray(-(-amount.astype(object) * numerator // denominator)).astype(np.int64)
 
 
-def _check_number(owner: str, field: str, value: Any, least: int) -> None:
-    """Raise ValueError unless ``value`` is an integer of at least ``least``; ``owner`` and ``field`` name it."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"a {owner} needs {field} as a whole number of at least {least}; got {shown(value)}")
+def _check_number(owner: str, field: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless ``value`` is an integer from ``least`` to ``most`` (None: any); two texts name it."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise ValueError(f"a {owner} needs {field} as a whole number {allowed}; got {shown(value)}")
 
 
 def _check_fields(kind: type[Any], given: Mapping[str, Any], owner: str) -> None:
