@@ -141,6 +141,15 @@ SINGLE = {
     "train: a preset": (["train", "--model", "llama3-8b"], ["too large", "config.json"]),
     "train: lengths as a text": (["train", "--data", "two"], ["--data @two"]),
     "train: a model and heads": (["train", "--model", "some.json", "--heads", "8"], ["drop --heads"]),
+    **{
+        f"{' '.join(words).partition(' --')[0]}: more ranks than can be started": (
+            [*words, "--ranks", "1000000"],
+            ["at most 256", "got 1,000,000"],
+        )
+        for words in (["calibrate"], ["demo"], ["train"], ["bench", "step", "--lengths", "40,7"])
+    },
+    "verify: more ranks than can be started": (["verify", "--lengths", "40,7", "--ranks", "300"], ["at most 256"]),
+    "fuzz: more ranks than can be started": (["fuzz", "--most-ranks", "300"], ["at most 256"]),
     "advise: heads alone": (["advise", "40,7", "--heads", "8"], ["--layers"]),
     "advise: layers without heads": (["advise", "40,7", "--layers", "8"], ["--heads is missing"]),
     "plan: heads that do not divide the width": (

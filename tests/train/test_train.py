@@ -213,7 +213,7 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
         (["--data", "lontail"], r"did you mean 'longtail'"),
         (["--steps", "0"], r"at least 1 step"),
         (["--dtype", "int8"], r"got 'int8'"),
-        (["--ranks", "0"], r"--ranks 0"),
+        (["--ranks", "0"], r"--ranks is at least 1 rank and at most 256 on one machine; got 0"),
         (["--cluster", "h100:2x8"], r"--cluster h100, and its ranks from --ranks"),
     ],
 )

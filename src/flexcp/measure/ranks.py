@@ -26,6 +26,10 @@ from flexcp.measure.local_store import joined_store, kept_store, stay_local
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.attention", "flexcp.planner"]
 
 
+MOST_RANKS = 256
+"""The most ranks of a pool; more take the memory of a machine, and the files that a process may have open."""
+
+
 class RankError(RuntimeError):
     """A function failed on a rank, or a rank died or did not answer; the message holds a failed rank's traceback."""
 
@@ -37,8 +41,7 @@ class RankPool:
     """
 
     def __init__(self, size: int, timeout: float = 300.0) -> None:
-        if size < 1:
-            raise ValueError(f"a pool needs at least 1 rank; got {size}")
+        check_size(size)
         self.size, self.timeout = size, timeout
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -128,6 +131,12 @@ class RankPool:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_size(ranks: int, what: str = "a pool") -> None:
+    """Raise ValueError unless a pool can have so many ranks; ``what`` names their number."""
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"{what} is at least 1 rank and at most {MOST_RANKS} on one machine; got {ranks:,}")
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:

@@ -24,7 +24,9 @@ from flexcp.io.atomic_files import write_whole
 if TYPE_CHECKING:
     from flexcp.measure.bench_step import BenchTask, Measured
 
-LocalRanks = Annotated[int, typer.Option("--ranks", help="Without torchrun: CPU ranks to start here.")]
+LocalRanks = Annotated[
+    int, typer.Option("--ranks", callback=o.startable, help="Without torchrun: CPU ranks to start here.")
+]
 PerNode = Annotated[int | None, typer.Option("--ranks-per-node", help="Ranks of a node; torchrun's own by default.")]
 Repeats = Annotated[int, typer.Option(help="How often each is timed after one to warm up; the fastest counts.")]
 EXAMPLE = (8, 8, 64)

@@ -23,7 +23,10 @@ CPU_HEADS = (8, 8, 64)
 DOUBTFUL = 0.25
 """Median error on held-out measurements from which on a fit is called doubtful."""
 
-Ranks = Annotated[int, typer.Option(help="CPU ranks that measure at once: as many as will run on this machine.")]
+Ranks = Annotated[
+    int,
+    typer.Option(callback=o.startable, help="CPU ranks that measure at once: as many as will run on this machine."),
+]
 Device = Annotated[str, typer.Option(help="cpu or cuda; cuda where there is one, by default.")]
 Write = Annotated[Path | None, typer.Option(callback=o.writable, help="Write the cost model to this file, for --cost.")]
 
@@ -54,8 +57,6 @@ def calibrate(
         raise ValueError(f"--device is cpu or cuda; got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a CUDA GPU, and torch sees none here")
-    if ranks < 1:
-        raise ValueError(f"--ranks is at least 1; got {ranks}")
     shape = described.attention(CPU_HEADS if device == "cpu" else HEADS)
     shape = replace(shape, dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
     with compiling("measuring") as progress:

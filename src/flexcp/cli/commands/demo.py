@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from flexcp.cli.shared.options import Json
+from flexcp.cli.shared.options import Json, startable
 from flexcp.cli.shared.progress import console, quiet
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(help="CPU ranks to train on.")] = 4,
+    ranks: Annotated[int, typer.Option(callback=startable, help="CPU ranks to train on.")] = 4,
     steps: Annotated[int, typer.Option(help="Training steps under each strategy.")] = 12,
     tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 4096,
     strategies: Annotated[str, typer.Option(help="Strategies to compare, separated by spaces.")] = "dp zigzag blocks",

@@ -26,7 +26,7 @@ Minutes = Annotated[
 Cases = Annotated[int, typer.Option(help="How many cases, 0 for no limit but --minutes.")]
 Seed = Annotated[int, typer.Option(help="Cases follow from it: the same seed gives the same ones, whatever --jobs is.")]
 Share = Annotated[float, typer.Option(help="Share of the cases that real processes run, 0 to 1.")]
-MostRanks = Annotated[int, typer.Option(help="The most processes that are started for a case.")]
+MostRanks = Annotated[int, typer.Option(callback=o.startable, help="The most processes that are started for a case.")]
 Jobs = Annotated[int, typer.Option(help="Processes that judge cases, each with ranks of its own; 0 for one a core.")]
 Folder = Annotated[Path, typer.Option(help="Where failing cases are written, for `flexcp verify @FILE`.")]
 Write = Annotated[
@@ -57,8 +57,6 @@ def fuzz(
         raise ValueError(f"--ranks-share is a share between 0 and 1; got {ranks_share:g}")
     if minutes < 0 or cases < 0 or jobs < 0:
         raise ValueError(f"--minutes, --cases and --jobs are 0 or more; got {minutes:g}, {cases} and {jobs}")
-    if most_ranks < 1:
-        raise ValueError(f"--most-ranks is 1 or more; got {most_ranks}")
     if not folder.is_dir():
         raise ValueError(f"--folder is a folder that exists; got {folder}")
     from flexcp.fuzz.campaign import Limits, campaign

@@ -27,7 +27,9 @@ Data = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(parser=o.tokens, metavar="TOKENS", help="Tokens a step.")]
 Steps = Annotated[int, typer.Option(help="Training steps.")]
-Ranks = Annotated[int, typer.Option(help="CPU ranks; under torchrun its processes are the ranks.")]
+Ranks = Annotated[
+    int, typer.Option(callback=o.startable, help="CPU ranks; under torchrun its processes are the ranks.")
+]
 Rate = Annotated[float, typer.Option("--learning-rate", help="Of AdamW.")]
 Preset = Annotated[str | None, typer.Option("--cluster", help="Whose speeds predictions use: cpu, h100, ...")]
 
@@ -76,8 +78,6 @@ def train(
         )
     machine(cluster or "cpu")
     find_strategy(strategy)
-    if ranks < 1:
-        raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
     given = gpt_sizes(**described.told) if described.told else ()
     name = described.model or "gpt"
     if name != "gpt" and described.told:

@@ -76,9 +76,10 @@ def verify(
     if dump:
         replay_dump(dump, seed, kernel, as_json)
         return
-    from flexcp.measure.ranks import RankPool
+    from flexcp.measure.ranks import RankPool, check_size
 
     planner, lengths = asked.taken(asked.made_planner((4, 4, 32)))
+    check_size(planner.cluster.ranks, "the cluster of a verification")
     with compiling():
         plan = asked.plan(planner, lengths)
     plan.check()

@@ -42,6 +42,14 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def startable(option: typer.CallbackParam, ranks: int) -> int:
+    """Return the number of ranks that a command will start on this machine; raise ValueError if it cannot."""
+    from flexcp.measure.ranks import check_size
+
+    check_size(ranks, option.opts[0])
+    return ranks
+
+
 Strategy = Annotated[
     str, typer.Option("--strategy", help="A strategy, with its degree: blocks, zigzag:4, usp:4,2, ...")
 ]
