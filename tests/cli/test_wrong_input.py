@@ -85,7 +85,7 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
                 yield f"{name}: ranks without end", [*base, "--ranks", "100000"], ["100,000 ranks"]
         if "strategy" in options:
             yield f"{name}: typo of a strategy", [*base, "--strategy", "blocsk"], ["did you mean 'blocks'?"]
-        if "strategies" in options and name != "bench step":
+        if "strategies" in options:
             yield f"{name}: typo among strategies", [*base, "--strategies", "blocsk"], ["did you mean 'blocks'?"]
         if "today" in options:
             yield f"{name}: typo of today's strategy", [*base, "--today", "zigzga:4"], ["did you mean 'zigzag'?"]

@@ -104,6 +104,7 @@ def _task(
     from flexcp.masks import Mask, parse_mask
     from flexcp.measure.bench_step import BenchTask
     from flexcp.measure.tile_times import refuse_other_heads
+    from flexcp.planners.strategies import find_strategy
 
     if ranks % ranks_per_node:
         raise ValueError(f"{ranks} ranks are no whole number of nodes of {ranks_per_node}")
@@ -116,6 +117,8 @@ def _task(
     where = found.on(cluster("cpu" if device == "cpu" else "h100", ranks // ranks_per_node, ranks_per_node))
     shape = replace(described.attention(EXAMPLE), dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
     names = o.chosen_strategies(strategies)
+    for name in names:
+        find_strategy(name)
     known = (tuple(lengths), rule, shape, where, without_linear(found.cost), names)
     tiles = found.tiles if device == "cuda" else None
     if tiles is not None:
