@@ -62,6 +62,26 @@ def test_a_killed_worker_is_replaced_with_a_warning(tmp_path: Path) -> None:
     assert data.stats.deaths >= 1 and data.stats.planned_ahead == len(EXPECTED)
 
 
+def test_a_forked_process_is_refused_plans_and_leaves_the_workers_alone(tmp_path: Path) -> None:
+    """It waited two minutes for threads that do not survive a fork, and its exit killed the workers of its parent."""
+    with loader(tmp_path) as data, warnings.catch_warnings():
+        warnings.filterwarnings("error", "a planner process", RuntimeWarning)
+        found, batches = [], iter(data)
+        found.append(next(batches).samples.tolist())
+        child = os.fork()
+        if child == 0:
+            try:
+                next(iter(data))
+            except RuntimeError as error:
+                data.close()
+                os._exit("was forked" in str(error))
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert len(data.plans.processes()) == 1  # type: ignore[union-attr]
+        found += [batch.samples.tolist() for batch in batches]
+    assert found == EXPECTED
+
+
 def test_a_plan_that_kills_every_worker_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "always die").touch()
     with loader(tmp_path) as data, warnings.catch_warnings():

@@ -11,7 +11,8 @@ answer. It does nothing else, so a failure of a worker affects one thread and on
 
 Jobs are pure functions of their arguments, so a job that is repeated or done elsewhere gives the same plan. Warnings
 are issued by the thread that takes plans. The workers end when the pool is closed or collected, or when the process
-ends in any way (see ``worker.py``).
+ends in any way (see ``worker.py``). Threads do not survive a fork, so a pool works only in the process that made it:
+a forked process is refused plans, and leaves the workers alone when it closes or collects its copy of the pool.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class _Shared:
     """The data shared by the pool and its threads; it does not refer to the pool, so that the pool can be collected.
 
     ``waiting`` are the jobs that no thread has taken, ``at_work`` the worker of each thread with its job, and ``notes``
-    warnings that the next :meth:`Pool.take` issues. ``change`` is notified when a job is added or done.
+    warnings that the next :meth:`Pool.take` issues. ``change`` is notified when a job is added or done. ``home`` is the
+    process that made the pool.
     """
 
     planner: bytes
@@ -146,6 +148,7 @@ class _Shared:
     at_work: dict[int, tuple[_Worker, Job | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     closed: bool = False
+    home: int = field(default_factory=os.getpid)
 
     def close(self) -> None:
         """Kill all workers and let their threads end."""
@@ -182,11 +185,12 @@ class Pool:
 
         An order of bytes holds another rank's plans, from which recipes are derived.
         """
-        job = self.jobs[key] = Job(key, order)
-        if self.shared is not None:
-            with self.shared.change:
-                self.shared.waiting.append(job)
-                self.shared.change.notify_all()
+        shared, job = self._shared_here(), Job(key, order)
+        self.jobs[key] = job
+        if shared is not None:
+            with shared.change:
+                shared.waiting.append(job)
+                shared.change.notify_all()
 
     def finished(self) -> list[Hashable]:
         """Return the keys of the orders that are done and not taken."""
@@ -197,11 +201,11 @@ class Pool:
 
         Raise PlanningError if planning failed.
         """
-        job = self.jobs.pop(key)
+        shared, job = self._shared_here(), self.jobs.pop(key)
         begin = time.perf_counter()
         ready = job.done
         try:
-            parts = self._here(job) if self.shared is None else self._waited(self.shared, job)
+            parts = self._here(job) if shared is None else self._waited(shared, job)
         finally:
             if counted:
                 self.stats.waited(0.0 if ready else time.perf_counter() - begin)
@@ -252,9 +256,10 @@ class Pool:
 
     def forget(self) -> None:
         """Drop all orders that were not taken; workers finish the jobs they are busy with, and the results are lost."""
-        if self.shared is not None:
-            with self.shared.change:
-                self.shared.waiting.clear()
+        shared = self._shared_here()
+        if shared is not None:
+            with shared.change:
+                shared.waiting.clear()
                 for job in self.jobs.values():
                     job.dropped = True
         self.jobs.clear()
@@ -271,6 +276,15 @@ class Pool:
         if self.shared is not None:
             self._closing()
 
+    def _shared_here(self) -> _Shared | None:
+        """Return what the threads share, None without workers; raise RuntimeError in a forked process."""
+        if self.shared is not None and self.shared.home != os.getpid():
+            raise RuntimeError(
+                "a loader with planner processes works only in the process that made it, and this one was forked from "
+                "it; iterate the loader itself there, without torch's DataLoader around it, or make another one here"
+            )
+        return self.shared
+
 
 def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
     """Return the planner and the recipe wish as bytes for the workers; raise ValueError if they cannot be pickled."""
@@ -284,7 +298,9 @@ def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
 
 
 def _shut(shared: _Shared, threads: list[threading.Thread]) -> None:
-    """End the workers and their threads; wait up to 10 seconds for each thread."""
+    """End the workers and their threads; wait up to 10 seconds for each thread. A forked process has none to end."""
+    if shared.home != os.getpid():
+        return
     shared.close()
     for thread in threads:
         thread.join(10)
