@@ -1,4 +1,4 @@
-"""Proves that Ctrl-C ends a command with 130 and one last line, and leaves no process behind."""
+"""Proves that Ctrl-C ends a command with 130 and SIGTERM with 143 and one last line, and that no process is left."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ FUZZ = "fuzz --cases 100000 --ranks-share 0.5 --most-ranks 2 --jobs 2"
     ],
 )
 def test_an_interrupted_command_leaves_nothing_behind(words: str, count: int, seconds: float, tmp_path: Path) -> None:
+    ends(words, count, seconds, tmp_path, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("count", "seconds"), [(3, 0.0), (5, 1.0)], ids=["while the server imports", "while ranks run"]
+)
+def test_a_terminated_command_leaves_nothing_behind(count: int, seconds: float, tmp_path: Path) -> None:
+    """Only the command gets the signal, as from ``timeout`` or a container's runtime."""
+    ends(DEMO, count, seconds, tmp_path, signal.SIGTERM)
+
+
+def ends(words: str, count: int, seconds: float, tmp_path: Path, number: signal.Signals) -> None:
     """The demo has five processes: the command, its resource tracker, the fork server and two ranks. The plan is made
     by a copy of flexcp without compiled Numba loops; compiling takes a minute, and the plan is interrupted when the
     first loop is in the cache folder.
@@ -69,7 +81,7 @@ def test_an_interrupted_command_leaves_nothing_behind(words: str, count: int, se
     try:
         if words == PLAN:
             wait_for(lambda: any(cold.glob("flexcp-*/*.nbc")))
-        interrupt(process, count, seconds)
+        interrupt(process, count, seconds, number)
     finally:
         for pid in processes(process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -82,13 +94,16 @@ def wait_for(happens: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def interrupt(process: subprocess.Popen[str], count: int, seconds: float) -> None:
+def interrupt(process: subprocess.Popen[str], count: int, seconds: float, number: signal.Signals) -> None:
     wait_for(lambda: len(processes(process.pid)) >= count)
     time.sleep(seconds)
-    os.killpg(process.pid, signal.SIGINT)
+    if number == signal.SIGINT:  # which a terminal sends to all processes
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == "flexcp: interrupted"
+    assert process.returncode == 128 + number
+    assert err.splitlines()[-1] == f"flexcp: {'interrupted' if number == signal.SIGINT else 'terminated'}"
     assert "Traceback" not in err and "Error" not in err
     until = time.monotonic() + 2
     while processes(process.pid) and time.monotonic() < until:

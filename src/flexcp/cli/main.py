@@ -22,6 +22,7 @@ from flexcp.cli.commands.train import train
 from flexcp.cli.commands.verify import verify
 from flexcp.cli.commands.warmup import warmup
 from flexcp.cli.shared.command_registry import Commands, UsageError, one_line
+from flexcp.cli.shared.termination import interrupted_by_sigterm
 from flexcp.io.terminal_text import visible
 
 COLLECT_EVERY = 200_000
@@ -66,10 +67,16 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 def run() -> None:
     """Run ``flexcp`` with the arguments of the command line, and exit.
 
-    Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted.
+    Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted, 143 terminated.
     """
     gc.set_threshold(COLLECT_EVERY)
-    sys.exit(_code())
+    with interrupted_by_sigterm() as heard:
+        code = _code()
+    if heard:
+        code = 128 + heard[0]
+    if code > 128:
+        print(f"flexcp: {'terminated' if heard else 'interrupted'}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _code() -> int:
@@ -93,6 +100,4 @@ def _code() -> int:
         if isinstance(error.__cause__, EOFError):  # typer takes every one for the end of a user's input
             raise error.__cause__ from None
         code = 130
-    if code == 130:
-        print("flexcp: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0

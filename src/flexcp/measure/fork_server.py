@@ -44,20 +44,22 @@ def server(preload: list[str]) -> ForkServerContext:
 
 @contextmanager
 def without_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until this context ends; outside the main thread, the only one that receives it, do nothing."""
+    """Delay Ctrl-C and SIGTERM until this context ends; outside the main thread, which receives them, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[int] = []
-    # Blocking the signal would not do: another thread of the process would take it, and the main thread would still
+    # Blocking the signals would not do: another thread of the process would take them, and the main thread would still
     # raise.
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    delayed = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda number, _: heard.append(number)) for each in delayed]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in zip(delayed, before, strict=True):
+            signal.signal(each, handler)
         if heard:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(heard[0])
 
 
 def _nothing() -> None:
