@@ -149,6 +149,10 @@ SINGLE = {
         for words in (["calibrate"], ["demo"], ["train"], ["bench", "step", "--lengths", "40,7"])
     },
     "verify: more ranks than can be started": (["verify", "--lengths", "40,7", "--ranks", "300"], ["at most 256"]),
+    "fuzz: minutes without a number": (
+        ["fuzz", "--minutes", "nan"],
+        ["--minutes, --cases and --jobs are 0 or more", "nan"],
+    ),
     "fuzz: more ranks than can be started": (["fuzz", "--most-ranks", "300"], ["at most 256"]),
     "advise: heads alone": (["advise", "40,7", "--heads", "8"], ["--layers"]),
     "advise: layers without heads": (["advise", "40,7", "--layers", "8"], ["--heads is missing"]),

@@ -55,7 +55,7 @@ def fuzz(
     """
     if not 0 <= ranks_share <= 1:
         raise ValueError(f"--ranks-share is a share between 0 and 1; got {ranks_share:g}")
-    if minutes < 0 or cases < 0 or jobs < 0:
+    if not minutes >= 0 or cases < 0 or jobs < 0:  # NaN is not 0 or more, and would never be over
         raise ValueError(f"--minutes, --cases and --jobs are 0 or more; got {minutes:g}, {cases} and {jobs}")
     if not folder.is_dir():
         raise ValueError(f"--folder is a folder that exists; got {folder}")
