@@ -70,6 +70,13 @@ def installed(*arguments: str, timeout: float = 120) -> subprocess.CompletedProc
     return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=timeout)
 
 
+def test_a_result_that_does_not_fit_the_disk_is_one_line() -> None:
+    command = Path(sys.executable).with_name("flexcp")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([command, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "flexcp: cannot write the result: No space left on device\n")
+
+
 def planned(lengths: list[int], mask: Any = None, nodes: int = 1, each: int = 4, **options: Any) -> Plan:
     """Plan with ``Planner`` what the options ``SMALL`` describe, or the same on another cluster."""
     call = {name: options.pop(name) for name in ("layout", "tokens", "pad_to") if name in options}

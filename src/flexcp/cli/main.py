@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
 
@@ -30,6 +31,9 @@ COLLECT_EVERY = 200_000
 
 Imports make many objects and no garbage; collecting would take a tenth of a short command's time.
 """
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk; without a file's name they are of stdout, which is sent to a file there."""
 
 app = Commands(
     name="flexcp",
@@ -92,9 +96,10 @@ def _code() -> int:
         print(f"flexcp: {visible(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             raise
-        print(f"flexcp: cannot use {visible(str(error.filename))}: {error.strerror}", file=sys.stderr)
+        where = "write the result" if error.filename is None else f"use {visible(str(error.filename))}"
+        print(f"flexcp: cannot {where}: {error.strerror}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort) as error:
         if isinstance(error.__cause__, EOFError):  # typer takes every one for the end of a user's input
