@@ -50,6 +50,17 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(tmp_path) == []
 
 
+def test_a_pipe_is_written_through_its_link() -> None:
+    """As ``/dev/stdout`` is one where output goes to another command; what that names is no path."""
+    out, into = os.pipe()
+    try:
+        write_whole(f"/dev/fd/{into}", "whole")
+        assert os.read(out, 10) == b"whole"
+    finally:
+        os.close(out)
+        os.close(into)
+
+
 def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     write_whole(tmp_path / "link", "text")

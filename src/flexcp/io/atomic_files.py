@@ -19,10 +19,11 @@ def write_whole(path: Path | str, content: bytes | str) -> None:
     Text is written as UTF-8. A device or a pipe is written directly.
     """
     data = content.encode() if isinstance(content, str) else content
+    given = Path(path)
     target = Path(os.path.realpath(path))  # if path is a link, the file it points to is replaced, and not the link
     try:
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
+        if given.exists() and not given.is_file():  # asked of the link itself: what one to a pipe names does not exist
+            given.write_bytes(data)
             return
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
         try:
