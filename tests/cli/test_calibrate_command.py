@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from flexcp.calibration import SHORT_DOCUMENTS, Calibration, Errors
-from flexcp.cli.main import app
+from flexcp.cli.main import app, run
 from flexcp.cost import CostModel
 from flexcp.measure.calibrate import calibrate as measuring
 from flexcp.shape import Shape
@@ -50,6 +50,19 @@ def test_heads_without_a_model_are_those_of_the_device(
     result, measured = calibrated(monkeypatch, {"kernels": GOOD}, *arguments)
     assert measured == shape
     assert f"a machine, {shape.heads} / {shape.kv_heads} heads of {shape.head_dim}: " in result.stdout
+
+
+def test_a_fit_that_cannot_be_written_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Calibration(CostModel("calibrated"), "a machine", {"gflops": 7000}, {"kernels": GOOD})
+    monkeypatch.setattr(measuring, "calibrate_here", lambda *_: found)
+    monkeypatch.setattr("sys.argv", ["flexcp", "calibrate", "--write", "/dev/full", "--json"])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert json.loads(out) == found.to_json()
+    assert (end.value.code, err) == (2, "flexcp: cannot use /dev/full: No space left on device\n")
 
 
 def test_a_poor_fit_is_called_poor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,18 @@ def test_one_line_and_exit_code_2(
     assert not [word for word in told if word not in err], err
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was found when all was measured. Root may write everywhere, so the answer of the system is replaced."""
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flexcp", "calibrate", "--write", "cost.json"])
+    with pytest.raises(SystemExit) as end:
+        run()
+    told = f"flexcp: cannot write cost.json: {tmp_path} cannot be written by this user\n"
+    assert (end.value.code, capsys.readouterr()) == (2, ("", told))
+
+
 def test_every_command_is_tried() -> None:
     names = {" ".join(path) for path, _ in commands()}
     assert {"plan", "verify", "advise", "doctor", "warmup", "demo", "bench kernel"} <= names

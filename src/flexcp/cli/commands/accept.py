@@ -74,8 +74,10 @@ def accept(
     setting = _setting(described, cluster, rehearsal, strategies, lengths, dtype, cost)
 
     def written(found: Acceptance) -> None:
-        _write(found, write, html, write_cost)
-        _show(found, as_json, write, html)
+        try:
+            _write(found, write, html, write_cost)
+        finally:  # what a cluster took minutes to find is not lost with the files
+            _show(found, as_json, write, html)
 
     with compiling("waiting for all ranks") as progress:
         passed = _run(setting, timeout, written, progress.update)

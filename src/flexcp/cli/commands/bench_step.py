@@ -82,9 +82,11 @@ def step(
     if rows is None:  # not the first rank
         return
     data = as_data(rows, task)
-    if write is not None:
-        write_whole(write, json.dumps(data, indent=2) + "\n")
-    typer.echo(json.dumps(data, indent=2) if as_json else table(rows, data))
+    try:
+        if write is not None:
+            write_whole(write, json.dumps(data, indent=2) + "\n")
+    finally:  # what took minutes to measure is not lost with the file
+        typer.echo(json.dumps(data, indent=2) if as_json else table(rows, data))
 
 
 def _task(

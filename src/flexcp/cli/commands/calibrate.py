@@ -61,9 +61,11 @@ def calibrate(
     shape = replace(shape, dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
     with compiling("measuring") as progress:
         found = calibrate_here(shape, ranks, device, lambda text: progress.update(f"measuring {text}"))
-    if write is not None:
-        write_whole(write, json.dumps(found.to_json(), indent=2) + "\n")
-    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else text(found, shape))
+    try:
+        if write is not None:
+            write_whole(write, json.dumps(found.to_json(), indent=2) + "\n")
+    finally:  # what took minutes to measure is not lost with the file
+        typer.echo(json.dumps(found.to_json(), indent=2) if as_json else text(found, shape))
     for words in doubts(found):
         say(words)
 

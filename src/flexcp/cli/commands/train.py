@@ -99,12 +99,11 @@ def train(
     if quiet_rank:
         return
     table.close()
-    if html is not None:
-        report_training(html, reports, config)
-    if as_json:
-        typer.echo(json.dumps([r.as_json() for r in reports], indent=2))
-    else:
-        typer.echo(table.summary())
+    try:
+        if html is not None:
+            report_training(html, reports, config)
+    finally:  # what a training found is not lost with its report
+        typer.echo(json.dumps([r.as_json() for r in reports], indent=2) if as_json else table.summary())
 
 
 def _on_cpu_ranks(config: TrainConfig, ranks: int, add: Callable[[StepReport], None]) -> list[StepReport]:

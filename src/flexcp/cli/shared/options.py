@@ -8,6 +8,7 @@ command are declared in its file.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,12 +34,19 @@ def tokens(text: str | int) -> int:
 def writable(path: Path | None) -> Path | None:
     """Return the path of a file that a command will write, None if there is none.
 
-    Raise ValueError before the work begins if the path is a folder, or if the folder for the file does not exist.
+    Raise ValueError before the work begins if the path is a folder, or if the folder for the file does not exist or
+    cannot be written.
     """
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return None
+    if not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
+    if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder")
+    # A file is written under another name first; a device or a pipe is written directly.
+    written = path if path.exists() and not path.is_file() else path.resolve().parent
+    if not os.access(written, os.W_OK):
+        raise ValueError(f"cannot write {path}: {written} cannot be written by this user")
     return path
 
 
