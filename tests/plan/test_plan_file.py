@@ -143,6 +143,13 @@ def test_whether_a_layout_was_given_comes_back_and_is_not_in_the_hash(layout: st
     assert plan.layout_given == load_plan(save_plan(plan)).layout_given == (layout != "free")
 
 
+@pytest.mark.parametrize("given", ["a.plan", Path("a.plan"), None, 10**10], ids=str)
+def test_what_is_no_bytes_is_refused(given: Any) -> None:
+    """A path ended in "string argument without an encoding", and a number made as many zeros."""
+    with pytest.raises(PlanFormatError, match=r"load_plan takes the bytes of a file, .*read_bytes\(\); got "):
+        load_plan(given)
+
+
 def test_a_tree_of_version_2_is_refused() -> None:
     """Version 2 had no trees, so a file of version 2 with a tree was not written by flexcp."""
     plan = small(mask=[flexcp.tree([-1, 0, 0], [100, 100, 100]), *[flexcp.causal()] * 3])

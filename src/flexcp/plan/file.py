@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ from flexcp import masks as m
 from flexcp.arrays.packed_columns import Reader, packed
 from flexcp.arrays.tables import Table
 from flexcp.batch import Batch, make_batch
-from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, small_integer
+from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, shown, small_integer
 from flexcp.masks import Mask
 from flexcp.plan.execution import Execution, one_call_ahead
 from flexcp.plan.fields import MAX_RANKS, different_rules, read_facts, saved_facts, version_1_header
@@ -186,7 +187,11 @@ def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
 
 
 def load_plan(data: bytes) -> Plan:
-    """Return the plan that :func:`save_plan` wrote; raise :class:`PlanFormatError` for any other bytes."""
+    """Return the plan that :func:`save_plan` wrote; raise :class:`PlanFormatError` for anything else."""
+    if isinstance(data, str | os.PathLike | int) or data is None:  # bytes(10**10) would be as many zeros
+        raise PlanFormatError(
+            f"load_plan takes the bytes of a file, as from pathlib.Path(file).read_bytes(); got {shown(data)}"
+        )
     deflated, size, version = _opened(bytes(data))
     room = ROOM + PER_BYTE * len(deflated)
     try:
