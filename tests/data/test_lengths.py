@@ -224,6 +224,7 @@ def test_files_by_sign_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("0,5,9", ["0 is not a length", "no running totals"]),
         ("web:0:0", ["at least 1 token", "got 0"]),
         ("web:-8:0", ["at least 1 token", "got -8"]),
+        ("web:99999999999:0", ["99,999,999,999 tokens are too many", "at most 68,719,476,736"]),
         ("@/no/such/file", ["/no/such/file", "No such file"]),
     ],
 )

@@ -534,6 +534,8 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"budget": 0}, "at least 1"),
         ({"budget": None}, "budget is a whole number of tokens; got None"),
         ({"budget": 1e3}, "budget is a whole number of tokens; got 1000.0"),
+        ({"budget": True}, "budget is a whole number of tokens; got True"),
+        ({"timeout": float("nan")}, "timeout= is a timedelta or seconds, above 0 and at most 10,000,000; got nan"),
         ({"max_length": 9.5}, "max_length is a whole number of tokens; got 9.5"),
         ({"max_length": 0}, "budget and max_length must be at least 1; got 150 and 0"),
         ({"group": "cp"}, r"group= is a ProcessGroup or .*, or 'alone' for one rank's own batches; got 'cp'"),

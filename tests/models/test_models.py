@@ -174,7 +174,10 @@ def _cluster() -> Any:
         (json.dumps({"text_config": {k: v for k, v in LLAMA.items() if k != "model_type"}}), ["has no model_type"]),
         ('{"model_type": "llama"}', ["has no num_attention_heads", "save_pretrained", "--heads"]),
         ('{"model_type": "gpt2"}', ["has no n_head or num_attention_heads", "save_pretrained", "--heads"]),
-        (json.dumps(LLAMA | {"num_attention_heads": "32"}), ["num_attention_heads must be a whole number", "got '32'"]),
+        (
+            json.dumps(LLAMA | {"num_attention_heads": "32"}),
+            ["num_attention_heads must be a whole number from 1 to 2**31 - 1", "got '32'"],
+        ),
         (json.dumps(LLAMA | {"num_key_value_heads": 5}), ["config.json: heads must be a multiple of kv_heads"]),
         (json.dumps(LLAMA | {"hidden_size": None}), ["has no hidden_size"]),
         (json.dumps(LLAMA | {"tie_word_embeddings": 1}), ["tie_word_embeddings must be true or false", "got 1"]),

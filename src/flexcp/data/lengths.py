@@ -44,6 +44,8 @@ SLACK = 8
 """One in this many of the tokens that ranks may keep stays free in a batch (see :func:`batch_tokens`)."""
 MOST_DOCUMENTS = 100_000_000
 """The most documents of ``NxLENGTH``: a larger number is a typing error and would fill the memory."""
+MOST_DRAWN = 1 << 36
+"""The most tokens of documents that are drawn, some seventy million documents; more would fill the memory."""
 
 _WEB_BINS = (
     (1, 10, 30254),
@@ -161,7 +163,7 @@ DISTRIBUTIONS: dict[str, Callable[[Rng, int], int]] = {
 def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
     """Draw document lengths from a named distribution until they add up to exactly ``tokens``; the last one is cut.
 
-    Raise ValueError for an unknown name or fewer than 1 token.
+    Raise ValueError for an unknown name, fewer than 1 token, or more than ``MOST_DRAWN``.
     """
     if name not in DISTRIBUTIONS:
         close = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
@@ -169,6 +171,8 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
         raise ValueError(f"unknown length distribution {name!r}: {hint}known ones are {', '.join(DISTRIBUTIONS)}")
     if tokens < 1:
         raise ValueError(f"a batch needs a budget of at least 1 token; got {tokens}")
+    if tokens > MOST_DRAWN:
+        raise ValueError(f"{tokens:,} tokens are too many to draw documents of; at most {MOST_DRAWN:,} are")
     rng = np.random.default_rng(seed)
     found: list[int] = []
     left = tokens

@@ -62,7 +62,7 @@ from flexcp.data.reading.sources import Reading, is_map_style
 from flexcp.data.speeds.corrections import Correction, read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
-from flexcp.executor.arguments import named_kind
+from flexcp.executor.arguments import named_kind, time_limit
 from flexcp.executor.bind import bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
@@ -123,7 +123,7 @@ class Loader:
         planning = with_old_arguments("planning", planning, old)
         check_tokens("budget", budget)
         self.group = group_of(group)
-        self.timeout = timedelta(seconds=planning.timeout)
+        self.timeout = time_limit(planning.timeout)
         self.peers = _peers(self.group, planning.cpu_group, self.timeout)
         check_planner(planner)
         check_dataset(dataset)

@@ -139,7 +139,7 @@ OLD_ARGUMENTS = {field.name: part for part, kind in KINDS.items() for field in f
 
 def check_tokens(name: str, value: object) -> None:
     """Raise ValueError unless ``value``, the argument ``name``, is a whole number; it may be 0 or negative."""
-    if not isinstance(value, int | np.integer):
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
 
 

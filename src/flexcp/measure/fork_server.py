@@ -51,7 +51,8 @@ def without_interrupt() -> Iterator[None]:
     heard: list[int] = []
     # Blocking the signals would not do: another thread of the process would take them, and the main thread would still
     # raise.
-    delayed = (signal.SIGINT, signal.SIGTERM)
+    # What was installed by other than Python code cannot be put back, so it is left alone.
+    delayed = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not None]
     before = [signal.signal(each, lambda number, _: heard.append(number)) for each in delayed]
     try:
         yield

@@ -39,7 +39,7 @@ class Fields:
         if value is None or value == 0:
             return None
         if type(value) is not int or value < 0 or value >= 1 << 31:
-            raise ValueError(f"{self.file}: {name} must be a whole number of at least 1; got {value!r:.60}")
+            raise ValueError(f"{self.file}: {name} must be a whole number from 1 to 2**31 - 1; got {value!r:.60}")
         return value
 
     def switch(self, name: str, default: bool) -> bool:
