@@ -92,3 +92,17 @@ def test_an_error_of_one_rank_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) 
     told, left = watched([lambda w: w.begin("links"), fail, lambda w: w.begin("links")], monkeypatch)
     assert left == [0, 1, 2]
     assert told == ["rank 1 failed in step 'links': ValueError: no such link"]
+
+
+def test_a_rank_leaves_even_if_nobody_reads_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "GRACE_SECONDS", 0.2)
+    left: list[int] = []
+
+    def unread(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    store = kept_store()
+    watch = Watch(joined_store(store.port), 0, 1, 2.0, 60.0, unread, left.append)
+    with pytest.raises(BrokenPipeError, match="no kernel"):
+        watch.failed("no kernel")
+    assert left == [1]

@@ -137,12 +137,14 @@ class Watch:
                 "it, torchrun's on the first host, died or stands still; see that host's log",
                 True,
             )
-        if teller:
-            self.tell(line)
-            with suppress(TimeoutError, RuntimeError):
-                within(GRACE_SECONDS, lambda: self.store.set("told", line))
-        self._done.set()
-        self.leave(1)
+        try:
+            if teller:
+                self.tell(line)
+                with suppress(TimeoutError, RuntimeError):
+                    within(GRACE_SECONDS, lambda: self.store.set("told", line))
+        finally:  # also where the line cannot be printed, because nobody reads the pipe any more
+            self._done.set()
+            self.leave(1)
 
     def _agreed(self, word: Word) -> tuple[str, bool]:
         """Return the line to print, and whether this rank prints it; if another rank does, wait until it has."""
