@@ -109,6 +109,11 @@ def test_a_machine_without_speed_is_refused(field: str) -> None:
         replace(cluster(), **{field: 0})
 
 
+def test_speeds_by_rank_are_no_list_of_them() -> None:
+    with pytest.raises(ValueError, match=r"speeds= is one factor per rank, .* got \{0: 1.0, 1: 0.5\}"):
+        cluster("h100", 1, 2, speeds={0: 1.0, 1: 0.5})  # type: ignore[arg-type]
+
+
 def test_own_numbers_need_no_preset() -> None:
     own = Cluster("mine", 1, 2, gflops=10, intra_mbps=20, inter_mbps=30, latency_ns=0, speeds=(900, 1100))
     assert own.rank_speeds == (900, 1100)

@@ -275,6 +275,7 @@ REFUSED_PLANNERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "negative compute tolerance": ({"compute_tolerance": -0.1}, ["compute_tolerance", "-0.1", "None"]),
     "negative token tolerance": ({"token_tolerance": -1}, ["token_tolerance", "-1"]),
     "NaN tolerance": ({"compute_tolerance": float("nan")}, ["compute_tolerance", "nan"]),
+    "huge tolerance": ({"compute_tolerance": 10**400}, ["compute_tolerance", "0 or more"]),
     "infinite tolerance": ({"token_tolerance": float("inf")}, ["token_tolerance", "inf", "None"]),
     "tolerance as a text": ({"compute_tolerance": "0.1"}, ["compute_tolerance", "'0.1'", "0.05 is 5 %"]),
     "cap": ({"max_tokens_per_rank": 0}, ["max_tokens_per_rank", "got 0"]),

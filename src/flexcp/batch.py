@@ -22,6 +22,8 @@ from flexcp.masks.nested import FEW, NOT_NESTED, Nesting, meeting, nesting
 
 Ints = NDArray[np.int64]
 MaskLike = Mask | Sequence[Mask]
+MOST_LAYERS = 1 << 22
+"""The most layers of a mask; with any number, costs of a step would not fit 64 bits."""
 FEW_PAIRS = 1 << 12
 """Below this many (row range, slice) pairs, every pair is tested: a search would take longer."""
 
@@ -221,8 +223,8 @@ def make_batch(
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise ValueError(f"masks[{name!r}] must be (mask, number of layers); got {entry!r}")
         rule, layers = entry
-        if not isinstance(layers, int | np.integer) or layers < 1:
-            raise ValueError(f"masks[{name!r}] needs a layer count of at least 1; got {layers!r}")
+        if not isinstance(layers, int | np.integer) or not 1 <= layers <= MOST_LAYERS:
+            raise ValueError(f"masks[{name!r}] needs a layer count from 1 to {MOST_LAYERS:,}; got {layers!r}")
         found.append(_layer_mask(name, int(layers), rule, array))
     starts = offsets(array)
     return Batch(array, starts, tuple(found))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -196,7 +196,7 @@ def cluster(
 
 def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
     """Convert speed factors to per mille; raise ValueError if one is not a number from 0.001 to 1,000."""
-    if not isinstance(speeds, Sequence) and not hasattr(speeds, "__len__"):
+    if isinstance(speeds, Mapping) or not hasattr(speeds, "__len__"):
         raise ValueError(f"speeds= is one factor per rank, as in [1.0, 0.93]; got {speeds!r}")
     found: list[int] = []
     for rank, factor in enumerate(speeds):

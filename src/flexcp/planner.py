@@ -8,7 +8,7 @@ and ``dcp`` call a partitioner that computes with floating point; their plans mu
 from __future__ import annotations
 
 import copy
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -245,7 +245,7 @@ def _checked_tolerance(name: str, value: float | None) -> float | None:
     """Return a tolerance as a float; raise ValueError if it is not a finite number of at least 0. None stays None."""
     if value is None:
         return None
-    if not isinstance(value, Real) or not (value >= 0 and math.isfinite(value)):
+    if not isinstance(value, Real) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a number of 0 or more (0.05 is 5 %), or None for no limit; got {value!r}")
     return float(value)
 

@@ -486,6 +486,23 @@ def test_regular_key_ranges_become_few_slices() -> None:
     assert len(from_key_ranges([[(0, 7), (100, 150)]] * n).slices(n)) == 2
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.from_mask_mod(lambda *_: True, 5), "mask_mod returned True; it returns a tensor"),
+        (lambda: masks.from_mask_mod("causal", 5), "mask_mod is a function .*; got 'causal'"),
+        (lambda: masks.from_key_ranges(None), "ranges is a list .*; got None"),
+        (lambda: masks.from_key_ranges([[(0, 1)], [(0,)]]), r"query 1: key ranges are \[\(start, end\), ...\]; got"),
+        (lambda: masks.from_slices(5, None), "slices is a list of .*; got None"),
+        (lambda: masks.from_slices(5, [None]), "a slice is .*; got None"),
+        (lambda: masks.tree_of(None), "sequences is a list of lists of token ids; got None"),
+    ],
+)
+def test_what_is_no_description_of_a_mask_is_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("bad", [(2, 1), (-1, 2), (0, 4)])
 def test_bad_key_ranges_are_refused_with_their_query(bad: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="query 1: key ranges"):

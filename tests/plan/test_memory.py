@@ -196,9 +196,10 @@ def test_tokens_out_of_stream_order_are_copied() -> None:
     assert turned.results - straight.results == 32 * ((8 + 4) * 24 * 2 + 2 * 8 * 8)
 
 
-def test_a_rank_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ValueError, match=r"rank 2 does not exist: the plan has ranks 0\.\.1"):
-        planned("ring", 1, 2, [10], flexcp.full()).memory(2)
+@pytest.mark.parametrize("rank", [2, -1, True, 0.5, "0", None])
+def test_a_rank_that_does_not_exist_is_named(rank: Any) -> None:
+    with pytest.raises(ValueError, match=rf"rank {rank!r} does not exist: the plan has ranks 0\.\.1"):
+        planned("ring", 1, 2, [10], flexcp.full()).memory(rank)
 
 
 # --- a cap on memory --------------------------------------------------------------------------------------------------

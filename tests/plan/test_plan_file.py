@@ -299,6 +299,11 @@ def peak(data: bytes) -> int:
         tracemalloc.stop()
 
 
+def test_only_plans_are_saved() -> None:
+    with pytest.raises(ValueError, match=r"save_plan takes a plan, .*; got None"):
+        save_plan(None)  # type: ignore[arg-type]
+
+
 def test_what_would_blow_up_is_refused_before_it_is_made() -> None:
     data = save_plan(small())
     huge = struct.pack("<Q", 1 << 40) + struct.pack("<Bq", 0, 1)  # a column of 2**40 ones in 17 bytes

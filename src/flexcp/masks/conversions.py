@@ -32,10 +32,12 @@ def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
     limit. Raise ValueError if a row lies outside the document or two rows share a pair.
     """
     length = document_length(length)
+    if not isinstance(slices, Iterable):
+        raise ValueError(f"slices is a list of (q0, q1, k0, k1, lo, hi); got {slices!r}")
     table = []
     for row in slices:
-        if len(row) != 6:
-            raise ValueError(f"a slice is (q0, q1, k0, k1, lo, hi); got {tuple(row)}")
+        if not hasattr(row, "__len__") or len(row) != 6:
+            raise ValueError(f"a slice is (q0, q1, k0, k1, lo, hi); got {row!r}")
         q0, q1, k0, k1 = (token_count(_required(x, row)) for x in row[:4])
         lo = -UNBOUNDED if row[4] is None else token_count(row[4])
         hi = UNBOUNDED if row[5] is None else token_count(row[5])
@@ -58,8 +60,10 @@ def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integ
 
     A query may have any number of ranges; overlapping ranges are united.
     """
+    if not hasattr(ranges, "__len__"):
+        raise ValueError(f"ranges is a list with the key ranges [(start, end), ...] of every query; got {ranges!r}")
     length = len(ranges)
-    rows = [_united(_integers(r, f"query {q}: key ranges").reshape(-1, 2), length, q) for q, r in enumerate(ranges)]
+    rows = [_united(_pairs(r, q), length, q) for q, r in enumerate(ranges)]
     return from_slices(length, _compressed(rows))
 
 
@@ -88,6 +92,8 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
     import torch
 
     length = document_length(length)
+    if not callable(mask_mod):
+        raise ValueError(f"mask_mod is a function mask_mod(b, h, q_idx, kv_idx); got {mask_mod!r}")
     if length > MASK_MOD_MAX_LENGTH:
         raise NotImplementedError(
             f"mask_mod is evaluated for every pair, up to {MASK_MOD_MAX_LENGTH} tokens; got {length}. "
@@ -99,24 +105,35 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
     chunk = max(1, (1 << 24) // length)
     for first in range(0, length, chunk):
         queries = torch.arange(first, min(first + chunk, length))
-        seen = mask_mod(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), length).numpy()
+        found = mask_mod(zero, zero, queries[:, None], keys[None, :])
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(f"mask_mod returned {found!r}; it returns a tensor of True and False for every pair")
+        seen = found.expand(len(queries), length).numpy()
         padded = np.zeros((len(queries), length + 2), np.int8)
         padded[:, 1:-1] = seen != 0
         edges = np.diff(padded, axis=1)
         for row in edges:
             rows.append(np.stack([np.flatnonzero(row == 1), np.flatnonzero(row == -1)], axis=1))
-    found = _compressed(rows)
-    if len(found) > MASK_MOD_MAX_SLICES:
+    slices = _compressed(rows)
+    if len(slices) > MASK_MOD_MAX_SLICES:
         raise NotImplementedError(
-            f"this mask_mod needs {len(found)} slices, more than {MASK_MOD_MAX_SLICES}; it is not made of bands. "
+            f"this mask_mod needs {len(slices)} slices, more than {MASK_MOD_MAX_SLICES}; it is not made of bands. "
             "Use a block-sparse kernel for it"
         )
-    return from_slices(length, found)
+    return from_slices(length, slices)
 
 
 def _bounded(offset: int) -> int:
     """Limit a band offset to -UNBOUNDED..UNBOUNDED."""
     return max(-UNBOUNDED, min(offset, UNBOUNDED))
+
+
+def _pairs(ranges: Any, query: int) -> Ints:
+    """Return the key ranges of a query as an array of (start, end); raise ValueError if they are no pairs."""
+    found = _integers(ranges, f"query {query}: key ranges")
+    if found.size and (found.ndim != 2 or found.shape[1] != 2):
+        raise ValueError(f"query {query}: key ranges are [(start, end), ...]; got {ranges!r}")
+    return found.reshape(-1, 2)
 
 
 def _integers(values: Any, what: str) -> Ints:

@@ -6,7 +6,7 @@ trie. Segments of the tree are in the order of the first sequence that contains 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,8 @@ def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = 
     least = token_count(least_shared)
     if least < 1:
         raise ValueError(f"least_shared is the fewest tokens worth a branch, 1 or more; got {least_shared}")
+    if not isinstance(sequences, Iterable):
+        raise ValueError(f"sequences is a list of lists of token ids; got {sequences!r}")
     given = [_ids(s, number) for number, s in enumerate(sequences)]
     if not given:
         raise ValueError("no sequences; a tree has at least one")

@@ -99,6 +99,8 @@ def save_plan(plan: Plan) -> bytes:
     Raise ValueError if its number of ranks is not that of its cluster or is above 16,384, or if a mask has too many
     slices for a file.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"save_plan takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
     if plan.ranks != plan.cluster.ranks or plan.ranks > MAX_RANKS:
         raise ValueError(
             f"a plan of {plan.ranks} ranks on a cluster of {plan.cluster.ranks} cannot be saved; "

@@ -122,8 +122,8 @@ def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
 
     ``kernel`` is its name, as in ``step.kernels``. Raise ValueError if the plan has no such rank.
     """
-    if not 0 <= rank < plan.ranks:
-        raise ValueError(f"rank {rank} does not exist: the plan has ranks 0..{plan.ranks - 1}")
+    if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or not 0 <= rank < plan.ranks:
+        raise ValueError(f"rank {rank!r} does not exist: the plan has ranks 0..{plan.ranks - 1}")
     numbers = range(len(plan.programs))
     forward, backward = (max(arena_layout(plan, rank, mask, way).size for mask in numbers) for way in (False, True))
     layers = sum(mask.layers for mask in plan.batch.masks)
