@@ -138,6 +138,11 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
 SINGLE = {
     "train: typo of a layout": (["train", "--layout", "zigzg"], ["'zigzg'", "zigzag"]),
     "train: a learning rate of nothing": (["train", "--learning-rate", "nan"], ["learning rate", "nan"]),
+    "train: a learning rate beyond floats": (["train", "--learning-rate", "1e300"], ["learning rate", "at most 1e+06"]),
+    "bench step: nodes of no rank": (
+        ["bench", "step", "--lengths", "40,7", "--ranks-per-node", "0"],
+        ["no whole number of nodes of 0"],
+    ),
     "train: a preset": (["train", "--model", "llama3-8b"], ["too large", "config.json"]),
     "train: lengths as a text": (["train", "--data", "two"], ["--data @two"]),
     "train: a model and heads": (["train", "--model", "some.json", "--heads", "8"], ["drop --heads"]),

@@ -16,6 +16,8 @@ LOOKED_AT = 1 << 16
 """The number of bytes at the beginning of a file that are examined for numbers and for zero bytes."""
 DTYPES = ("float64", "float32", "bfloat16")
 LAYOUTS = ("free", "contiguous", "zigzag")
+HIGHEST_RATE = 1e6
+"""The highest learning rate; the optimizer's products with one that is much higher do not fit its weights."""
 JSON_LINES = (".jsonl", ".ndjson")
 
 
@@ -50,8 +52,8 @@ def check_numbers(tokens: int, steps: int, dtype: str, layout: str, learning_rat
         raise ValueError(f"train in float64, float32 or bfloat16; got {dtype!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"a layout is free, contiguous or zigzag; got {layout!r}")
-    if not 0 < learning_rate < float("inf"):
-        raise ValueError(f"a learning rate is a number above 0; got {learning_rate}")
+    if not 0 < learning_rate <= HIGHEST_RATE:
+        raise ValueError(f"a learning rate is a number above 0 and at most {HIGHEST_RATE:g}; got {learning_rate}")
 
 
 def gpt_sizes(

@@ -64,7 +64,8 @@ def step(
     given = os.environ.get("WORLD_SIZE")
     device = "cuda" if given is not None and torch.cuda.is_available() else "cpu"
     count = ranks if given is None else int(given)
-    node = ranks_per_node or (count if given is None else int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+    usual = count if given is None else int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    node = usual if ranks_per_node is None else ranks_per_node
     task = _task(
         documents.announced(count, None).lengths,
         documents.mask,
@@ -108,7 +109,7 @@ def _task(
     from flexcp.measure.tile_times import refuse_other_heads
     from flexcp.planners.strategies import find_strategy
 
-    if ranks % ranks_per_node:
+    if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"{ranks} ranks are no whole number of nodes of {ranks_per_node}")
     if repeats < 1:
         raise ValueError(f"--repeats is at least 1; got {repeats}")
