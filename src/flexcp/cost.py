@@ -62,7 +62,7 @@ class Model:
     """The sizes of a transformer that its cost depends on.
 
     ``hidden`` is the width of the residual stream and ``feed_forward`` the inner width of the gated feed-forward, of
-    which a token uses ``experts_active`` copies (1 in a dense model). Sizes below 1 or above ``LARGEST_SIZE`` raise
+    which a token uses ``experts_active`` copies (1 in a dense model). Sizes below 1 or above 4,194,304 raise
     ValueError.
     """
 
