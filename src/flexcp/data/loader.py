@@ -311,7 +311,7 @@ class Loader:
         return batch, valid
 
     def _read(self, source: KnownSource, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
-        """ReadSource the documents in ``kept``, of which this rank keeps tokens; return samples by number in the batch.
+        """Read the documents in ``kept``, of which this rank keeps tokens; return samples by number in the batch.
 
         As long as the fields of samples are not known, a rank that keeps no tokens reads one document to learn them.
         """
