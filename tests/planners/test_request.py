@@ -15,10 +15,10 @@ import pytest
 from flexcp.batch import make_batch
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
-from flexcp.masks import causal
+from flexcp.masks import Mask, causal, window
 from flexcp.plan.placement import Placement
 from flexcp.planners.microbatch import split
-from flexcp.planners.request import Refused, Request, refuse_over_cap
+from flexcp.planners.request import MOST_PAIRS, Refused, Request, refuse_over_cap
 from flexcp.planners.strategies import STRATEGIES, find_strategy, split_names
 from flexcp.shape import Shape
 
@@ -177,3 +177,31 @@ def test_auto_hides_no_bug(where: str, error: Exception, monkeypatch: pytest.Mon
 def test_auto_names_the_first_refusal_when_all_refuse() -> None:
     with pytest.raises(Refused, match="no strategy can place this batch: blocks: document 0 has 41 tokens"):
         place("auto", (41,), max_tokens_per_rank=10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "heads", "layers", "refused"),
+    [
+        ([379_000_000], causal(), 32, 1, False),
+        ([390_000_000], causal(), 32, 1, True),
+        ([5, 1 << 29, 7], causal(), 8, 1, False),
+        ([5, (1 << 30) - 1], causal(), 8, 1, True),
+        ([5, (1 << 30) - 1], window(4096), 64, 100, False),
+        ([190_000_000], causal(), 8, 128, True),
+        ([1 << 27] * 300, causal(), 8, 1, True),
+        ([1 << 27] * 20, causal(), 8, 1, False),
+    ],
+)
+def test_batches_with_more_pairs_than_are_counted_are_refused(
+    lengths: list[int], mask: Mask, heads: int, layers: int, refused: bool
+) -> None:
+    batch = make_batch(lengths, masks={"all": (mask, layers)})
+    pairs = sum(n * (n + 1) // 2 for n in lengths) * max(heads, layers)
+    assert refused == (pairs > MOST_PAIRS) or mask != causal()
+    try:
+        Request(batch, Shape(heads, 1, 16, 16), cluster("h100", 1, 4), CostModel())
+    except ValueError as error:
+        assert refused, error
+        assert f"has {max(lengths):,} tokens; divide it" in str(error)
+    else:
+        assert not refused

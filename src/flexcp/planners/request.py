@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
+MOST_PAIRS = 1 << 61
+"""The most (query, key) pairs of a batch over all heads, or over all layers; sums of more overflow 64 bits."""
 
 
 class Refused(ValueError):  # noqa: N818 - an answer more than an error
@@ -72,6 +74,12 @@ class Request:
     priced_tokens: bool = False
     training: Training | None = None
 
+    def __post_init__(self) -> None:
+        # Most batches have far fewer pairs even if every token saw every key of the longest document.
+        most = int(self.batch.lengths.max()) * self.batch.tokens
+        if most * max(self.shape.heads, self.batch.layers) > MOST_PAIRS:
+            _refuse_more_pairs(self)
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -97,6 +105,25 @@ class Request:
         if cap is None or not self.equal_tokens:
             return cap
         return cap // self.pad_to * self.pad_to
+
+
+def _refuse_more_pairs(request: Request) -> None:
+    """Raise ValueError if the batch has more than ``MOST_PAIRS`` over all heads or all layers."""
+    batch = request.batch
+    documents = np.arange(batch.documents, dtype=np.int64)
+    pairs = []
+    for mask in batch.masks:
+        areas = mask.rows_area(documents, np.zeros_like(documents), batch.lengths)
+        # Halves are summed, because the sum may exceed 64 bits.
+        pairs.append((int((areas >> 32).sum()) << 32) + int((areas & (1 << 32) - 1).sum()))
+    layers = sum(mask.layers * count for mask, count in zip(batch.masks, pairs, strict=True))
+    if max(layers, max(pairs) * request.shape.heads) > MOST_PAIRS:
+        longest = int(batch.lengths.argmax())
+        raise ValueError(
+            f"the attention of this batch has more than {MOST_PAIRS:.2g} (query, key) pairs over all heads or layers, "
+            f"and so many are not counted: document {longest} has {int(batch.lengths[longest]):,} tokens; divide it, "
+            "or give it a mask with fewer pairs, such as a window"
+        )
 
 
 def refuse_over_cap(request: Request) -> None:
