@@ -4,7 +4,9 @@ number of ranks, at any step.
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -139,6 +141,12 @@ def test_steps_that_an_iterator_ordered_are_dropped_when_another_one_begins() ->
         data.plans.ask = once  # type: ignore[method-assign]
         next(old)
         assert next(iter(data)).number == 1
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_is_not_copied(copied: Any) -> None:
+    with loader(made("known")) as data, pytest.raises(TypeError, match=r"cannot be pickled or copied.*state_dict\(\)"):
+        copied(data)
 
 
 def test_a_closed_loader_is_not_iterated() -> None:

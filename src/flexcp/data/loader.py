@@ -410,6 +410,12 @@ class Loader:
         self._closed = True
         self.plans.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Loader cannot be pickled or copied: it belongs to its process, with planner processes of its own; make "
+            "another one, and carry this one's place to it by state_dict() and load_state_dict()"
+        )
+
     def __enter__(self) -> Self:
         return self
 
