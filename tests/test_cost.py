@@ -92,6 +92,8 @@ def test_a_model_too_large_to_count_is_refused(field: str) -> None:
     assert replace(model, **{field: LARGEST_SIZE}) != model
     with pytest.raises(ValueError, match=f"needs {field} as a whole number from 1 to 4,194,304; got 99999999999999"):
         replace(model, **{field: 99_999_999_999_999})
+    with pytest.raises(ValueError, match=r"a model of .* is too large to count: the product of these is at most"):
+        Model("large", **dict.fromkeys(("hidden", "layers", "feed_forward"), 1 << 17))
 
 
 @given(

@@ -54,6 +54,8 @@ LARGEST = 2**62
 """Products above this are computed in Python integers, because they may not fit 64 bits."""
 LARGEST_SIZE = 2**22
 """The largest size of a model; with any size, FLOPs and bytes of its layers would not fit 64 bits."""
+LARGEST_MODEL = 2**50
+"""The largest product of a model's sizes, for the same reason; today's largest models have less than 2**42."""
 FORMAT = "flexcp-cost-1"
 
 
@@ -75,6 +77,12 @@ class Model:
     def __post_init__(self) -> None:
         for field in ("hidden", "layers", "feed_forward", "experts_active"):
             _check_number("model", field, getattr(self, field), 1, LARGEST_SIZE)
+        if self.hidden * self.feed_forward * self.experts_active * self.layers > LARGEST_MODEL:
+            raise ValueError(
+                f"a model of {self.layers:,} layers of width {self.hidden:,} with a feed-forward of "
+                f"{self.experts_active:,} x {self.feed_forward:,} is too large to count: the product of these is at "
+                f"most {LARGEST_MODEL:,}"
+            )
 
     def linear_flops_per_token(self, shape: Shape) -> int:
         """Return the forward FLOPs of one token in one layer outside attention: projections and feed-forward."""
