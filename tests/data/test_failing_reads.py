@@ -14,6 +14,7 @@ import pytest
 from made import LENGTHS, Numbered, StatefulStream, Stream, arguments, sample, token
 from misbehaving import planner
 
+from flexcp.data import Planning, PlanningError
 from flexcp.data.loader import Loader
 from flexcp.measure.ranks import RankPool
 
@@ -268,6 +269,39 @@ def test_after_a_state_that_cannot_be_loaded_the_loader_does_not_go_on() -> None
             data.load_state_dict(damaged("rest", None))
         data.load_state_dict(state_of(StatefulStream()))
         assert len(numbers(data)) > 10
+
+
+class Unplanned:
+    """A planner that cannot plan any batch."""
+
+    def __init__(self, ranks: int) -> None:
+        self.cluster, self.strategy = planner(ranks).cluster, "unplanned"
+
+    def __call__(self, lengths: Any, **arguments: Any) -> Any:
+        raise ValueError("no plan here")
+
+
+def error_of_planning(group: Any, fails: list[int]) -> tuple[str, float, int]:
+    """Return the error of a step that the ranks ``fails`` cannot plan, how long it took, and a later step's samples."""
+    begin = time.perf_counter()
+    chosen: Any = Unplanned(group.size()) if group.rank() in fails else planner(group.size())
+    settings = Planning(workers=0, timeout=8.0)
+    with Loader(Numbered(known=True), chosen, group=group, budget=BUDGET, planning=settings) as data:
+        try:
+            next(iter(data))
+        except (PlanningError, RuntimeError) as error:
+            said, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - begin
+    with Loader(Numbered(known=True), planner(group.size()), group=group, budget=BUDGET, planning=settings) as data:
+        return said, seconds, len(next(iter(data)).samples)
+
+
+@pytest.mark.parametrize("fails", [[1], [0, 2], [0, 1, 2]])
+def test_a_step_that_some_ranks_cannot_plan_is_an_error_on_all_at_once(fails: list[int], pool: RankPool) -> None:
+    found = pool.run(error_of_planning, fails, ranks=3)
+    for rank, (said, seconds, later) in enumerate(found):
+        kind = "PlanningError" if rank in fails else "RuntimeError: rank [012] cannot bind: step 0 of its loader"
+        assert re.match(f"{kind}.*no plan here", said), said
+        assert seconds < 5 and later > 0
 
 
 def test_ranks_that_wait_for_one_that_could_not_read_are_told_why() -> None:

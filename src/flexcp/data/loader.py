@@ -63,7 +63,7 @@ from flexcp.data.speeds.corrections import Correction, read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
 from flexcp.executor.arguments import named_kind, time_limit
-from flexcp.executor.bind import bind
+from flexcp.executor.bind import bind, cannot_bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
 from flexcp.io.plain_values import shown
@@ -389,11 +389,13 @@ class Loader:
     def _planned(self, spec: BatchSpec) -> list[PlannedPart]:
         """Return the planned parts of a step; if it could not be planned, raise PlanningError.
 
-        Errors number documents within a step, so which samples these are is added to the message.
+        Errors number documents within a step, so which samples these are is added to the message. Ranks that could plan
+        the step raise when they bind it.
         """
         try:
             return self.plans.take(spec.step)
         except PlanningError as error:
+            cannot_bind(self.group, f"step {spec.step} of its loader was not planned: {error}", self.timeout)
             named = {int(number) for number in re.findall(r"document (\d+)", str(error))}
             samples = [
                 f"document {n} is sample {spec.documents[n].number}" for n in sorted(named) if n < len(spec.documents)

@@ -5,7 +5,7 @@ Before that, the ranks check that all of them hold the same plan.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,17 @@ def bind(
         step = _bound(plan, group, limit, calls, progress, recipe)
     step.telemetry, step.arena = telemetry, arena or step.arena
     return step
+
+
+def cannot_bind(group: dist.ProcessGroup | None, reason: str, timeout: timedelta) -> None:
+    """Tell the ranks of ``group`` that this rank has nothing to bind: their next bind raises RuntimeError.
+
+    ``reason`` is for their message. It counts as a bind of this rank. If the group's store does not answer within
+    ``timeout``, nobody is told.
+    """
+    if group is not None and dist.get_world_size(group) > 1:
+        with suppress(ValueError, RuntimeError):  # agreeing on a mistake raises it here, too
+            agree("", group, timeout, reason)
 
 
 def _check_bind(plan: object, telemetry: object, arena: object) -> None:
