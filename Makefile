@@ -164,7 +164,7 @@ planted: .venv/ready
 # Every fault of docs/trust.md on real ranks, processes and files.
 FAULTS := tests/executor/exchange/test_failures.py tests/executor/exchange/test_transports.py \
   tests/executor/exchange/test_plan_agreement.py tests/telemetry/test_sample.py tests/measure/test_ranks.py \
-  tests/data/test_planning_pool.py tests/data/test_resume.py tests/cli/test_interrupt.py tests/cli/test_port_in_use.py \
+  tests/data/test_planning_pool.py tests/data/test_failing_reads.py tests/data/test_resume.py tests/cli/test_interrupt.py tests/cli/test_port_in_use.py \
   tests/io/test_atomic_files.py tests/arrays/test_jit.py tests/test_clocks.py tests/fuzz/test_readers.py
 faults: .venv/ready
 	$(BIN)/python -m pytest --long $(FAULTS)
