@@ -95,23 +95,19 @@ class ReadSource:
             )
         if epoch == self._epoch and (place in self._documents or place == self._next):
             return
-        failure = None
         if self.samples is not None:
             self.order = epoch_order(self.samples, self.reading.shuffle, self.reading.seed, epoch)
         else:
-            try:
-                if self.peers.rank == 0:
-                    self._begin_stream(epoch, place)
-            except Exception as error:  # a user's stream may raise anything, and all ranks must raise together
-                failure = error
-            self.peers.all_gather_or_raise(None, failure, "begin its stream")
+            self.peers.together(lambda: self._begin_stream(epoch, place), "begin its stream")
         self._documents.clear()
         self.held.clear()
         self._packed.clear()
         self._epoch, self._next, self._ended = epoch, place, False
 
     def _begin_stream(self, epoch: int, place: int) -> None:
-        """Begin an epoch of the stream, and read it up to a place; raise ValueError if this cannot be."""
+        """Begin an epoch of the stream, and read it up to a place; only rank 0 does. Raise ValueError if it cannot."""
+        if self.peers.rank != 0:
+            return
         if epoch == self._epoch and self._restored is not None:
             raise ValueError(
                 f"the loaded state is damaged: it does not hold sample {place} of the stream, which comes next"
@@ -142,23 +138,12 @@ class ReadSource:
 
         If a rank cannot read its share, all ranks raise, and the round has not been read.
         """
-        begin = time.perf_counter()
-        found: dict[int, Document] = {}
         held: dict[int, HeldSample] = {}
         packed: dict[int, bytes] = {}
-        schema, failure = self.schema, None
-        try:
-            for place, number, raw, as_it_came in self._share():
-                found[place], sample = self._opened(number, raw)
-                if sample is not None:
-                    schema = checked_schema(schema, sample.schema, f"sample {number}")
-                    held[place], packed[place] = sample, as_it_came
-        except Exception as error:  # a user's dataset may raise anything, and all ranks must raise together
-            failure = error
-        self.reading.stats.reading_s += time.perf_counter() - begin
-        begin = time.perf_counter()
-        told = self.peers.all_gather_or_raise((found, schema), failure, "read its samples")
-        self.reading.stats.sharing_s += time.perf_counter() - begin
+        stats = self.reading.stats
+        begin, reading_s = time.perf_counter(), stats.reading_s
+        told = self.peers.together(lambda: self._read_share(held, packed), "read its samples")
+        stats.sharing_s += time.perf_counter() - begin - (stats.reading_s - reading_s)
         schema = self.schema
         for rank, (_, seen) in enumerate(told):
             if seen is not None:
@@ -173,6 +158,26 @@ class ReadSource:
         after = max((p for documents, _ in told for p in documents), default=self._next - 1) + 1
         self._ended = after - self._next < self._round_size()
         self._next = after
+
+    def _read_share(
+        self, held: dict[int, HeldSample], packed: dict[int, bytes]
+    ) -> tuple[dict[int, Document], Schema | None]:
+        """Read this rank's share of the next places; return the documents by place, and the columns of their samples.
+
+        The samples are put into ``held``, and into ``packed`` as they came.
+        """
+        begin = time.perf_counter()
+        found: dict[int, Document] = {}
+        schema = self.schema
+        try:
+            for place, number, raw, as_it_came in self._share():
+                found[place], sample = self._opened(number, raw)
+                if sample is not None:
+                    schema = checked_schema(schema, sample.schema, f"sample {number}")
+                    held[place], packed[place] = sample, as_it_came
+        finally:
+            self.reading.stats.reading_s += time.perf_counter() - begin
+        return found, schema
 
     def _round_size(self) -> int:
         """Return the number of places of a round, over all ranks."""
@@ -254,14 +259,7 @@ class ReadSource:
             return
         self._lost = True
         self._documents, self.held, self._packed = {}, {}, {}
-        ahead: Ahead | None = None
-        failure = None
-        try:
-            if self.peers.rank == 0:
-                ahead = self._restore(state)
-        except Exception as error:  # a user's stream may raise anything, and all ranks must raise together
-            failure = error
-        ahead, *_ = self.peers.all_gather_or_raise(ahead, failure, "restore its stream")
+        ahead, *_ = self.peers.together(lambda: self._restore(state), "restore its stream")
         self._lost = False
         if ahead is not None:
             self.schema = ahead.schema
@@ -269,10 +267,12 @@ class ReadSource:
             self._epoch = epoch
 
     def _restore(self, state: Any) -> Ahead | None:
-        """Restore the stream that this rank reads; return what was read ahead, or None if the epoch had not begun.
+        """Restore the stream, which only rank 0 does; return what was read ahead, or None if the epoch had not begun.
 
         Raise ValueError if the state is damaged, or not of this kind of stream.
         """
+        if self.peers.rank != 0:
+            return None
         stateful = hasattr(self.dataset, "load_state_dict")
         if stateful != (state is not None):
             raise ValueError(

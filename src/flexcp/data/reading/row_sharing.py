@@ -10,7 +10,7 @@ CPU group if it has one: with gloo from host memory, with NCCL through the devic
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -51,22 +51,27 @@ class Peers:
         """Return the values of all ranks, in the order of ranks; values are pickled. All ranks call this together."""
         return self.collectives.told("the loader's exchange of lengths", value, self.device)
 
-    def all_gather_or_raise(self, value: T, failure: Exception | None, doing: str) -> list[T]:
-        """Return the values of all ranks, unless a rank failed; all ranks call this together.
+    def together(self, attempt: Callable[[], T], doing: str) -> list[T]:
+        """Attempt something on all ranks, and return the results of all; all ranks call this together.
 
-        ``failure`` is what this rank raised in the attempt to get its value, if it did. If a rank failed, all ranks
-        raise: those that failed their own error, the others ValueError or RuntimeError, which says what the first of
-        them could not do (``doing``) and why.
+        If it fails on a rank, all ranks raise: those where it failed their own error, the others ValueError or
+        RuntimeError, which says what the first of them could not do (``doing``) and why.
         """
+        done: T | None = None
+        failure: Exception | None = None
+        try:
+            done = attempt()
+        except Exception as error:  # a user's dataset may raise anything, and no rank may be left waiting
+            failure = error
         mine = None if failure is None else (type(failure).__name__, str(failure), isinstance(failure, ValueError))
-        told = self.all_gather((value, None) if mine is None else (None, mine))
+        told = self.all_gather((done, mine))
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(told):
             if problem is not None:
                 name, text, is_value = problem
                 raise (ValueError if is_value else RuntimeError)(f"rank {rank} could not {doing}: {name}: {text}")
-        return [value for value, _ in told]
+        return [done for done, _ in told]
 
     def total(self, count: int) -> int:
         """Return the sum of ``count`` over all ranks; all ranks call this together."""
