@@ -45,7 +45,7 @@ SLACK = 8
 MOST_DOCUMENTS = 100_000_000
 """The most documents of ``NxLENGTH``: a larger number is a typing error and would fill the memory."""
 MOST_DRAWN = 1 << 36
-"""The most tokens of documents that are drawn, some seventy million documents; more would fill the memory."""
+"""The most tokens of documents that are drawn; a larger number is a typing error and would fill the memory."""
 
 _WEB_BINS = (
     (1, 10, 30254),
