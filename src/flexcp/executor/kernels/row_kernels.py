@@ -1,9 +1,9 @@
 """Row kernels: Triton kernels that copy, add and merge rows of messages and shelves, and compute delta.
 
-All but the last take a table of row runs (:mod:`flexcp.executor.run.row_runs`), with one program per run, over tensors
-seen as flat memory. A launch has up to ``PAIRS`` pairs of a source and a target tensor, and each run names its pair.
-The kernels take nothing but tables and addresses, so no batch makes them compile again. Bytes are moved as integer
-words; reductions are computed in the target's dtype.
+All but the last take a table of row runs (:mod:`flexcp.executor.run.row_runs`), with one program per run (in a merge,
+one for each run and few of its heads), over tensors seen as flat memory. A launch has up to ``PAIRS`` pairs of a source
+and a target tensor, and each run names its pair. The kernels take nothing but tables and addresses, so no batch makes
+them compile again. Bytes are moved as integer words; reductions are computed in the target's dtype.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -16,7 +16,8 @@ from torch import Tensor
 
 PAIRS = 4
 LONGEST_BLOCK = 1024
-MERGE_HEADS = 8
+MERGE_HEADS, DELTA_HEADS = 2, 8
+"""The heads that a program merges, and those that it computes delta of at once."""
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 NUMBERS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -68,9 +69,10 @@ def merge_rows(
     """
     if table_11n.shape[1]:
         tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
+        grid = (table_11n.shape[1], triton.cdiv(heads, tile))
         tensors = (source, target, source_lse, target_lse)
         # One warp per program: with several, a slow warp could load a row's LSEs after a fast one has overwritten them.
-        _merge[(table_11n.shape[1],)](*tensors, table_11n, width, tile, triton.next_power_of_2(width), num_warps=1)
+        _merge[grid](*tensors, table_11n, width, tile, triton.next_power_of_2(width), num_warps=1)
 
 
 def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH: Tensor) -> None:
@@ -93,7 +95,7 @@ def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH
             heads,
             width,
             dlse_TH is not None,
-            MERGE_HEADS,
+            DELTA_HEADS,
             triton.next_power_of_2(width),
         )
 
@@ -184,32 +186,32 @@ def _merge(
 ):
     run, n = table + tl.program_id(0), tl.num_programs(0)
     rows, heads, chain = tl.load(run), tl.load(run + n), tl.load(run + 10 * n)
-    rows = tl.where(chain > 0, rows, 0)
+    first = tl.program_id(1) * HEADS
+    rows = tl.where((chain > 0) & (first < heads), rows, 0)
     target += tl.load(run + 4 * n)
     target_lse += tl.load(run + 8 * n)
     step, lse_step = tl.load(run + 5 * n), tl.load(run + 9 * n)
     column = tl.arange(0, BLOCK)[None, :]
+    head = first + tl.arange(0, HEADS)
+    there = head < heads
+    at = head[:, None] * WIDTH + column
+    inside = there[:, None] & (column < WIDTH)
     for row in range(rows):
-        for first in range(0, heads, HEADS):
-            head = first + tl.arange(0, HEADS)
-            there = head < heads
-            at = head[:, None] * WIDTH + column
-            inside = there[:, None] & (column < WIDTH)
-            value = tl.load(target + row * step + at, mask=inside, other=0.0)
-            lse = tl.load(target_lse + row * lse_step + head, mask=there, other=float("-inf"))
-            for part in range(chain):
-                here = source + tl.load(run + 2 * n + part) + row * tl.load(run + 3 * n + part)
-                its_lse = source_lse + tl.load(run + 6 * n + part) + row * tl.load(run + 7 * n + part)
-                more = tl.load(its_lse + head, mask=there, other=float("-inf"))
-                top = tl.maximum(lse, more)
-                top = tl.where(top == float("-inf"), 0.0, top)
-                total = top + tl.log(tl.exp(lse - top) + tl.exp(more - top))
-                seen = tl.where(total == float("-inf"), 0.0, total)
-                new = tl.load(here + at, mask=inside, other=0.0).to(value.dtype)
-                value = value * tl.exp(lse - seen)[:, None] + new * tl.exp(more - seen)[:, None]
-                lse = total
-            tl.store(target + row * step + at, value, mask=inside)
-            tl.store(target_lse + row * lse_step + head, lse, mask=there)
+        value = tl.load(target + row * step + at, mask=inside, other=0.0)
+        lse = tl.load(target_lse + row * lse_step + head, mask=there, other=float("-inf"))
+        for part in range(chain):
+            here = source + tl.load(run + 2 * n + part) + row * tl.load(run + 3 * n + part)
+            its_lse = source_lse + tl.load(run + 6 * n + part) + row * tl.load(run + 7 * n + part)
+            more = tl.load(its_lse + head, mask=there, other=float("-inf"))
+            new = tl.load(here + at, mask=inside, other=0.0).to(value.dtype)
+            top = tl.maximum(lse, more)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            total = top + tl.log(tl.exp(lse - top) + tl.exp(more - top))
+            seen = tl.where(total == float("-inf"), 0.0, total)
+            value = value * tl.exp(lse - seen)[:, None] + new * tl.exp(more - seen)[:, None]
+            lse = total
+        tl.store(target + row * step + at, value, mask=inside)
+        tl.store(target_lse + row * lse_step + head, lse, mask=there)
 
 
 @triton.jit(do_not_specialize=["heads"])
