@@ -1,5 +1,5 @@
-"""Proves that tables of additions and merges reduce everything once, in order, and that no two programs write the same
-element.
+"""Proves that tables of copies move everything once, and those of additions and merges reduce everything once, in
+order, and that no two programs write the same element.
 """
 
 from __future__ import annotations
@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flexcp.executor.run.row_runs import MERGE_ELEMENTS, PROGRAMS, SUM_ELEMENTS, Move, Place, merge_runs, sum_runs
+from flexcp.executor.run.row_runs import (
+    COPY_BYTES,
+    COPY_ROWS,
+    MERGE_ELEMENTS,
+    PROGRAMS,
+    SUM_ELEMENTS,
+    Move,
+    Place,
+    copy_runs,
+    merge_runs,
+    sum_runs,
+)
 
 HEADS, WIDTH, ROWS, SOURCE = 3, 40, 150, 40_000
 STEP = HEADS * WIDTH
@@ -31,6 +42,35 @@ def reductions(draw: st.DrawFn) -> Drawn:
 
 def place(shelf: int | None, name: str, row: int, rows: int, start: int, step: int) -> Place:
     return Place(shelf, name, "float32", slice(row, row + rows), start, step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(reductions(), st.integers(0, 10))
+def test_every_byte_is_copied_once(drawn: Drawn, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    source = random.integers(0, 256, (2, 4 * SOURCE))
+    expected, found, written = (np.zeros((2, 4 * ROWS * STEP), np.int64) for _ in range(3))
+    pairs: dict[int, list[Move]] = {}
+    taken = np.zeros((2, ROWS, HEADS), bool)
+    for tensor, row, rows, h0, h1, gap in drawn:
+        if taken[tensor, row : row + rows, h0:h1].any():  # copies to the same place have no order
+            continue
+        taken[tensor, row : row + rows, h0:h1] = True
+        begin, length, step = int(random.integers(0, 9000)), (h1 - h0) * WIDTH, (h1 - h0 + gap) * WIDTH
+        target = place(tensor, "k", row, rows, h0 * WIDTH, STEP)
+        pairs.setdefault(tensor, []).append(Move("copy", place(None, "k", 0, rows, begin, step), target, length))
+        for r in range(rows):
+            at = 4 * ((row + r) * STEP + h0 * WIDTH)
+            expected[tensor, at : at + 4 * length] = source[tensor, 4 * (begin + r * step) :][: 4 * length]
+    table, tensors = copy_runs(list(pairs.values())), list(pairs)
+    for pair, begin, to, length, rows, step_from, step_to in table.T.tolist():
+        assert rows <= COPY_ROWS[0] and (rows * length <= COPY_BYTES[0]), "few bytes are spread over many programs"
+        for r in range(rows):
+            at = slice(to + r * step_to, to + r * step_to + length)
+            written[tensors[pair], at] += 1
+            found[tensors[pair], at] = source[tensors[pair], begin + r * step_from :][:length]
+    assert written.max() == 1
+    assert np.array_equal(found, expected)
 
 
 @settings(max_examples=150, deadline=None)
@@ -125,3 +165,15 @@ def test_large_launches_have_longer_runs() -> None:
     moves = [Move("add", place(None, "dk", 0, 2 * rows, 0, 8), place(0, "dk", 0, 2 * rows, 0, 8), 8)]
     table = sum_runs([moves])
     assert table.shape[1] == 2 * PROGRAMS and set(table[3].tolist()) == {SUM_ELEMENTS[1]}, "but not longer than that"
+
+
+def test_large_copies_have_longer_runs() -> None:
+    def copied(rows: int, gap: int) -> Move:
+        return Move("copy", place(None, "k", 0, rows, 0, 64), place(0, "k", 0, rows, 0, 64 + gap), 64)
+
+    rows = COPY_BYTES[1] * PROGRAMS // (4 * 64)
+    assert copy_runs([[copied(rows, 0)]]).shape[1] == PROGRAMS, "of rows without gaps"
+    assert copy_runs([[copied(rows, 0), copied(rows, 0)]]).shape[1] == 2 * PROGRAMS, "but not longer than that"
+    rows = COPY_ROWS[1] * PROGRAMS
+    assert copy_runs([[copied(rows, 64)]]).shape[1] == PROGRAMS, "of rows with gaps"
+    assert copy_runs([[copied(rows, 64), copied(rows, 64)]]).shape[1] == 2 * PROGRAMS

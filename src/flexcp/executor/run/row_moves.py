@@ -194,7 +194,7 @@ class _Builder:
             table = sum_runs(pairs)
             longest = int(table[3].max(initial=1))
         else:
-            table = np.concatenate([copy_runs(each, at) for at, moves in enumerate(pairs) for each in moves], axis=1)
+            table = copy_runs(pairs)
             word = count_in_words(table) if examples[0].plain else 0
             longest = int(table[3].max(initial=1))
         return Launch(examples, table, word, longest)

@@ -7,7 +7,6 @@ cut into chains (:mod:`flexcp.executor.run.row_chains`), so that one launch redu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,17 +19,19 @@ from flexcp.executor.run.row_chains import Chains, Stretches, find_chains
 from flexcp.shape import DTYPE_BYTES
 
 Ints = NDArray[np.int64]
-RUN_BYTES = 32_768
-RUN_ROWS = 16
-"""The most bytes and rows of one row run that is copied, row by row; a longer row is a run by itself."""
+COUNTED = [1, 2, 3, 5, 6]
+"""The rows of a table of copies that count elements, bytes or words."""
 PROGRAMS = 2048
-"""About how many programs of a launch that reduces results are enough to keep a GPU busy."""
-SUM_ELEMENTS = (2048, 4096)
-MERGE_ELEMENTS = (4096, 4096)
-"""The least and the most elements that one program adds to, or merges into; a longer row is a run by itself.
+"""About how many row runs of a launch are enough to keep a GPU busy."""
+COPY_ROWS = (2, 16)
+COPY_BYTES = (8192, 32_768)
+SUM_ELEMENTS = (1024, 4096)
+MERGE_ELEMENTS = (512, 4096)
+"""Two limits each: of the rows and of the bytes that one run copies, and of the elements that one run adds or merges.
 
-Within these limits, a launch has about ``PROGRAMS`` programs. Longer runs make smaller tables, but launches slower: on
-an H200, sums in runs of 8,192 elements took up to 1.4 times as long, and merges in runs of 16,384 up to 1.08 times.
+A launch has about ``PROGRAMS`` runs if these are then not under the lower nor over the upper limit; a row over the
+limit is a run by itself. Longer runs make smaller tables, but launches slower, because a program moves one row after
+the other (docs/results/communication.md, "Packing").
 """
 
 
@@ -87,23 +88,36 @@ class Move:
         return self.source.shelf, self.target.shelf, self.target.name, self.source.dtype
 
 
-def copy_runs(move: Move, pair: int) -> Ints:
-    """Return the row runs of a copy between the ``pair``-th pair of tensors, one run per column.
+def copy_runs(pairs: list[list[Move]]) -> Ints:
+    """Return the row runs of copies, which are grouped by pairs of source and target tensor, one run per column.
 
     The rows of the table are ``pair, from, to, length, rows, step from, step to``, in bytes for a plain copy, else in
     elements. Rows without gaps on both sides are joined into one long row.
     """
-    unit = DTYPE_BYTES[move.source.dtype] if move.plain else 1
-    gapless = move.source.step == move.target.step == move.length
-    most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.source.dtype]))
-    here, there, rows = _stretches(move.source.rows, move.target.rows, most if gapless else min(most, RUN_ROWS))
-    begin = (move.source.start + here * move.source.step) * unit
-    to = (move.target.start + there * move.target.step) * unit
-    steps = (move.source.step * unit, move.target.step * unit)
-    length = np.full(len(rows), move.length * unit)
-    if gapless:  # one long row
-        length, rows = length * rows, np.ones_like(rows)
-    return np.stack(np.broadcast_arrays(pair, begin, to, length, rows, *steps))
+    moves, pair = _listed(pairs)
+    move, here, there, count = _stretches(moves)
+    (first, step), (to, to_step) = _starts(m.source for m in moves), _starts(m.target for m in moves)
+    length, element = np.array([m.length for m in moves]), np.array([DTYPE_BYTES[m.source.dtype] for m in moves])
+    gapless, row_bytes = (step == length) & (to_step == length), length * element
+    most = np.maximum(1, _evenly(int((count * row_bytes[move]).sum()), COPY_BYTES) // row_bytes)
+    most = np.where(gapless, most, np.minimum(most, _evenly(int(count.sum()), COPY_ROWS)))[move]
+    stretch, part = spread(-(-count // most))
+    skipped = part * most[stretch]
+    rows, move = np.minimum(most[stretch], count[stretch] - skipped), move[stretch]
+    begin = first[move] + (here[stretch] + skipped) * step[move]
+    end = to[move] + (there[stretch] + skipped) * to_step[move]
+    joined = gapless[move]  # into one long row
+    length, rows = length[move] * np.where(joined, rows, 1), np.where(joined, 1, rows)
+    runs = np.stack([pair[move], begin, end, length, rows, step[move], to_step[move]])
+    if moves[0].plain:
+        runs[COUNTED] *= element[move]
+    return runs
+
+
+def _evenly(total: int, limits: tuple[int, int]) -> int:
+    """Return the share of each of ``PROGRAMS`` runs, within limits."""
+    least, most = limits
+    return min(max(total // PROGRAMS, least), most)
 
 
 def sum_runs(pairs: list[list[Move]]) -> Ints:
@@ -112,8 +126,7 @@ def sum_runs(pairs: list[list[Move]]) -> Ints:
     The rows of the table are those of :func:`copy_runs`, in elements, and the number of runs in the chain that begins
     with the run.
     """
-    moves = [move for each in pairs for move in each]
-    pair = np.repeat(np.arange(len(pairs)), [len(each) for each in pairs])
+    moves, pair = _listed(pairs)
     first, step = _starts(move.source for move in moves)
     column, to_step = _starts(move.target for move in moves)
     chains, move, row = _chained(moves, pair, column, np.array([move.length for move in moves]), 1)
@@ -154,31 +167,36 @@ def _chained(moves: list[Move], target: Ints, column: Ints, columns: Ints, width
     For each move there are the number of its target, and its first column and number of columns there; a column has
     ``width`` elements.
     """
-    here, there, count = zip(*(_stretches(m.source.rows, m.target.rows, sys.maxsize) for m in moves), strict=True)
-    move = np.repeat(np.arange(len(moves)), [len(each) for each in count])
-    source, row, rows = np.concatenate(here), np.concatenate(there), np.concatenate(count)
-    least, most = MERGE_ELEMENTS if moves[0].what == "merge" else SUM_ELEMENTS
-    even = int((rows * columns[move]).sum()) * width // PROGRAMS
+    move, source, row, rows = _stretches(moves)
+    limits = MERGE_ELEMENTS if moves[0].what == "merge" else SUM_ELEMENTS
+    elements = _evenly(int((rows * columns[move]).sum()) * width, limits)
     asked = Stretches(target[move], row, rows, column[move], columns[move])
-    chains = find_chains(asked, max(1, min(max(even, least), most) // width))
+    chains = find_chains(asked, max(1, elements // width))
     return chains, move[chains.stretch], (source - row)[chains.stretch] + chains.row
 
 
-def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
-    """Split a move of rows into stretches that ascend by one on both sides, of at most ``most`` rows each.
+def _listed(pairs: list[list[Move]]) -> tuple[list[Move], Ints]:
+    """Return the moves of all pairs of tensors, and the number of each move's pair."""
+    return [move for each in pairs for move in each], np.repeat(np.arange(len(pairs)), [len(each) for each in pairs])
 
-    Returns (first source row, first target row, number of rows) of each stretch.
+
+def _stretches(moves: list[Move]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Split moves into stretches of rows that ascend by one on both sides.
+
+    Returns (number of the move, first source row, first target row, number of rows) of each stretch.
     """
+    here, there, count = zip(*(_ascending(move.source.rows, move.target.rows) for move in moves), strict=True)
+    move = np.repeat(np.arange(len(moves)), [len(each) for each in count])
+    return move, np.concatenate(here), np.concatenate(there), np.concatenate(count)
+
+
+def _ascending(source: Rows, target: Rows) -> tuple[Ints, Ints, Ints]:
+    """Return (first source row, first target row, number of rows) of each stretch of one move."""
     if isinstance(source, slice) and isinstance(target, slice):
-        first = np.array([[source.start], [target.start]])
-        count = np.array([source.stop - source.start])
-    else:
-        rows = np.stack([np.arange(r.start, r.stop) if isinstance(r, slice) else r for r in (source, target)])
-        begins = np.flatnonzero(np.any(np.diff(rows, axis=1, prepend=rows[:, :1] - 2) != 1, axis=0))
-        first, count = rows[:, begins], np.diff(begins, append=rows.shape[1])
-    index, part = spread(-(-count // most))
-    skipped = part * most
-    return first[0, index] + skipped, first[1, index] + skipped, np.minimum(most, count[index] - skipped)
+        return np.array([source.start]), np.array([target.start]), np.array([source.stop - source.start])
+    rows = np.stack([np.arange(r.start, r.stop) if isinstance(r, slice) else r for r in (source, target)])
+    begins = np.flatnonzero(np.any(np.diff(rows, axis=1, prepend=rows[:, :1] - 2) != 1, axis=0))
+    return rows[0, begins], rows[1, begins], np.diff(begins, append=rows.shape[1])
 
 
 def count_in_words(runs: Ints) -> int:
@@ -186,9 +204,7 @@ def count_in_words(runs: Ints) -> int:
 
     A word has 1, 2, 4, 8 or 16 bytes.
     """
-    counted = (1, 2, 3, 5, 6)
-    common = int(np.bitwise_or.reduce([np.bitwise_or.reduce(runs[column]) for column in counted], initial=16))
+    common = int(np.bitwise_or.reduce(runs[COUNTED], axis=None, initial=16))
     word = common & -common
-    for column in counted:
-        runs[column] >>= word.bit_length() - 1
+    runs[COUNTED] >>= word.bit_length() - 1
     return word
