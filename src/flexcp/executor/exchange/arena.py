@@ -88,20 +88,31 @@ class Arena:
 class Buffers:
     """The messages of a stage, side by side in ``memory`` (bytes); ``sizes`` has (peer, bytes) of each message.
 
-    ``messages`` has (peer, tensor of bytes) of each. Messages begin at aligned offsets, so there may be gaps between
-    them.
+    Messages begin at aligned offsets, so there may be gaps between them.
     """
 
     def __init__(self, sizes: list[tuple[int, int]], memory: Tensor) -> None:
         starts = aligned_starts([size for _, size in sizes])
         self.memory = memory[: starts[-1]]
-        self.messages = [(peer, self.memory[at : at + size]) for (peer, size), at in zip(sizes, starts, strict=False)]
+        self._places = {peer: (self.memory, at, size) for (peer, size), at in zip(sizes, starts, strict=False)}
+
+    @property
+    def messages(self) -> list[tuple[int, Tensor]]:
+        """(Peer, tensor of bytes) of each message."""
+        return [(peer, self.part(peer, 0, size)) for peer, (_, _, size) in self._places.items()]
+
+    def part(self, peer: int, start: int, stop: int) -> Tensor:
+        """Return bytes ``start`` to ``stop`` (exclusive) of the message of a peer."""
+        memory, at, _ = self._places[peer]
+        return memory[at + start : at + stop]
 
     @classmethod
     def holding(cls, messages: Mapping[int, Tensor]) -> Buffers:
         """Use existing contiguous tensors, given by peer, as the messages, without a copy."""
         found = cls([], torch.empty(0, dtype=torch.uint8))
-        found.messages = [(peer, x.detach().view(-1).view(torch.uint8)) for peer, x in messages.items()]
+        for peer, x in messages.items():
+            memory = x.detach().view(-1).view(torch.uint8)
+            found._places[peer] = (memory, 0, len(memory))
         return found
 
     @classmethod

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.grouped_calls import start_together
 
 Progress = Callable[[int, int], None]
 """A function that is called with the number of new peers connected so far, and the number of all new peers."""
@@ -69,9 +70,8 @@ def _connected(store: Any, key: str) -> list[int]:
 def _meet(peers: list[int], group: dist.ProcessGroup, device: torch.device) -> None:
     """Exchange one byte with all of ``peers`` at the same time, and wait until it is done."""
     sent, received = (torch.zeros(len(peers), 1, dtype=torch.uint8, device=device) for _ in range(2))
-    operations = [dist.P2POp(dist.irecv, received[i], group=group, group_peer=p) for i, p in enumerate(peers)]
-    operations += [dist.P2POp(dist.isend, sent[i], group=group, group_peer=p) for i, p in enumerate(peers)]
-    for work in dist.batch_isend_irecv(operations):
+    into, out = (list(zip(each, peers, strict=True)) for each in (received, sent))
+    for work in start_together(group, into, out):
         work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

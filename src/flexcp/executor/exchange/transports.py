@@ -45,7 +45,8 @@ from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of
-from flexcp.executor.exchange.rank_calls import Call, MessageRange
+from flexcp.executor.exchange.grouped_calls import Message, start_together
+from flexcp.executor.exchange.rank_calls import Call
 
 
 class ExchangeError(RuntimeError):
@@ -184,43 +185,43 @@ class DeviceExchange(Exchange):
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         super().__init__(wire, this, calls)
-        self._receiving: dict[int, list[dist.Work]] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._posted: dict[int, tuple[list[dist.Work], Buffers]] = {}
+        """Stages not waited for yet: their handles, and what they send, which must be kept until then."""
         self._stamps: dict[int, list[Tensor]] = {}
-        self._own_stamps: list[Tensor] = []
+        self._own_stamp: Tensor | None = None
         self._stamped: tuple[set[int], set[int]] = (set(), set())
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
-        posted = self._receiving.setdefault(stage, [])
-        out, into = dict(sends.messages), dict(receives.messages)
+        works: list[dist.Work] = []
         for call in self.calls[stage]:
-            operations = self._stamp(stage, call, next(iter((into or out).values())).device)
-            operations += [self._operation(dist.irecv, into, part) for part in call.receives]
-            operations += [self._operation(dist.isend, out, part) for part in call.sends]
+            into = [(receives.part(part.peer, part.start, part.stop), part.peer) for part in call.receives]
+            out = [(sends.part(part.peer, part.start, part.stop), part.peer) for part in call.sends]
+            stamps_into, stamps_out = self._stamp(stage, call, (into or out)[0][0].device)
             for part in call.sends:
                 self.wire.sent[part.peer] += part.stop - part.start
             try:
-                works = dist.batch_isend_irecv(operations)
+                works += start_together(self.wire.group, stamps_into + into, stamps_out + out)
             except RuntimeError as error:
                 raise ExchangeError(f"{self.this.where(stage)}: {error}") from error
-            posted += works
-            self._sending += [(work, sends.memory) for work in works]
+        self._posted[stage] = works, sends
 
     def arrived(self, stage: int) -> Buffers | None:
-        for work in self._receiving.pop(stage, []):
+        works, _ = self._posted.pop(stage, ([], None))
+        for work in works:
             work.wait()
         for stamps in self._stamps.pop(stage, []):
             torch._assert_async((stamps == self.this.stamp).all(), self._mixed_up(stage))
         return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
-        for work, _ in self._sending:
-            work.wait()
-        self._sending, self._own_stamps = [], []
+        for works, _ in self._posted.values():
+            for work in works:
+                work.wait()
+        self._posted.clear()
 
-    def _stamp(self, stage: int, call: Call, device: torch.device) -> list[dist.P2POp]:
-        """Return the operations that exchange stamps with those peers of a call that had none in this pass yet.
+    def _stamp(self, stage: int, call: Call, device: torch.device) -> tuple[list[Message], list[Message]]:
+        """Return the stamps to (receive, send) from and to those peers of a call that had none in this pass yet.
 
         A stamp is a number of 8 bytes that identifies the pass; ``arrived`` compares received ones with this rank's.
         """
@@ -229,30 +230,18 @@ class DeviceExchange(Exchange):
             new.append([peer for peer in dict.fromkeys(part.peer for part in side) if peer not in done])
             done.update(new[-1])
         from_, to = new
-        operations = []
+        into: list[Message] = []
         if from_:
             arriving = torch.empty(len(from_), dtype=torch.int64, device=device)
             self._stamps.setdefault(stage, []).append(arriving)
-            operations += [self._point(dist.irecv, arriving[i : i + 1], peer) for i, peer in enumerate(from_)]
-        if to:
-            mine = torch.full((1,), self.this.stamp, dtype=torch.int64, device=device)
-            self._own_stamps.append(mine)
-            operations += [self._point(dist.isend, mine, peer) for peer in to]
-        return operations
+            into = [(stamp, peer) for stamp, peer in zip(arriving.split(1), from_, strict=True)]
+        if to and self._own_stamp is None:
+            self._own_stamp = torch.full((1,), self.this.stamp, dtype=torch.int64, device=device)
+        return into, [] if self._own_stamp is None else [(self._own_stamp, peer) for peer in to]
 
     def _mixed_up(self, stage: int) -> str:
         """Return the message of the device's assertion on a wrong stamp; it may have at most 255 characters."""
         return f"flexcp: ranks are out of step: messages of another call arrived in {self.this.where(stage)}"[:255]
-
-    def _point(self, kind: Callable[..., dist.Work | None], message: Tensor, peer: int) -> dist.P2POp:
-        """Return the operation that sends or receives a tensor."""
-        return dist.P2POp(kind, message, group=self.wire.group, group_peer=peer)
-
-    def _operation(
-        self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
-    ) -> dist.P2POp:
-        """Return the operation that sends or receives one range of a message."""
-        return self._point(kind, messages[part.peer][part.start : part.stop], part.peer)
 
 
 @dataclass(frozen=True)
@@ -287,12 +276,12 @@ class HostExchange(Exchange):
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         self._receiving[stage], self._sending[stage] = [], []
-        calls, messages = self.calls[stage], (dict(receives.messages), dict(sends.messages))
+        calls, both = self.calls[stage], (receives, sends)
         if calls:
-            self._post(stage, calls[0], messages)
+            self._post(stage, calls[0], both)
         if len(calls) > 1:
             courier = self._couriers[stage] = threading.Thread(
-                target=self._carry, args=(stage, calls, messages), daemon=True, name="flexcp-calls"
+                target=self._carry, args=(stage, calls, both), daemon=True, name="flexcp-calls"
             )
             courier.start()
 
@@ -326,7 +315,7 @@ class HostExchange(Exchange):
         assert work is not None
         return work
 
-    def _carry(self, stage: int, calls: tuple[Call, ...], messages: tuple[dict[int, Tensor], ...]) -> None:
+    def _carry(self, stage: int, calls: tuple[Call, ...], both: tuple[Buffers, Buffers]) -> None:
         """Post the second and later calls of a stage, each when the one before it is done; runs in a thread of its own.
 
         Errors are stored, and ``arrived`` raises them.
@@ -336,21 +325,22 @@ class HostExchange(Exchange):
                 deadline = time.monotonic() + self._patience
                 self._wait(self._receiving[stage], deadline)
                 self._wait(self._sending[stage], deadline)
-                self._post(stage, call, messages)
+                self._post(stage, call, both)
             self._wait(self._receiving[stage], time.monotonic() + self._patience)
         except Exception as error:  # ``arrived`` raises it
             self._broken = error
 
-    def _post(self, stage: int, call: Call, messages: tuple[dict[int, Tensor], ...]) -> None:
+    def _post(self, stage: int, call: Call, both: tuple[Buffers, Buffers]) -> None:
         """Start all receives and sends of one call."""
         tag = self.this.tag(stage, call.number)
         receiving, sending = self._receiving[stage], self._sending[stage]
         sides = ((self.receive, call.receives, receiving), (self.send, call.sends, sending))
-        for (start, parts, posted), of_peer, sends in zip(sides, messages, (False, True), strict=True):
+        for (start, parts, posted), messages, sends in zip(sides, both, (False, True), strict=True):
             for part in parts:
                 leg = _Leg(part.peer, stage, sends)
                 try:
-                    posted.append((leg, start(of_peer[part.peer][part.start : part.stop], part.peer, tag)))
+                    message = messages.part(part.peer, part.start, part.stop)
+                    posted.append((leg, start(message, part.peer, tag)))
                 except RuntimeError as error:
                     raise self._error(leg, str(error)) from error
                 if sends:

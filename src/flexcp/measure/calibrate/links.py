@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flexcp.executor.exchange.grouped_calls import start_together
+
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """The measured message sizes in bytes."""
 
@@ -66,13 +68,10 @@ def exchange_samples(
     into = [torch.empty_like(out) for _ in peers]
     samples = []
     for _ in range(repeats + 1):
-        operations = [
-            dist.P2POp(dist.irecv, x, group=group, group_peer=p) for x, (_, p) in zip(into, peers, strict=True)
-        ]
-        operations += [dist.P2POp(dist.isend, out, group=group, group_peer=to) for to, _ in peers]
+        receives = [(x, peer) for x, (_, peer) in zip(into, peers, strict=True)]
         dist.barrier(group)
         begin = time.perf_counter_ns()
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+        for work in start_together(group, receives, [(out, to) for to, _ in peers]) if peers else ():
             work.wait()
         if device == "cuda":
             torch.cuda.synchronize()
