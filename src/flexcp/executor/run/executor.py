@@ -213,7 +213,9 @@ class _PassRun:
             packing.round_sums(side, self.shelves)
 
     def _post(self, stage: int) -> None:
-        """Pack the messages of a stage and start its transfers."""
+        """Pack the messages of a stage and start its transfers, if this rank has any in it."""
+        if not (self.prepared.sends[stage] or self.prepared.receives[stage]):
+            return
         leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage))
         self.prepared.packing.pack(stage, leaving, self.shelves)
         arriving = Buffers(self.prepared.receives[stage], self._at("receives", stage))
@@ -224,12 +226,12 @@ class _PassRun:
 
         ``tenant`` is the buffer's name in :class:`flexcp.plan.memory.Layout`, such as ``("sends", 2)``.
         """
-        return self.memory[self.program.layout.offsets.get(tenant, len(self.memory)) :]
+        return self.memory[self.program.layout.offsets.get(tenant, self.memory.numel()) :]
 
     def _compute(self, work: PreparedWork, settings: Settings) -> None:
         """Run one kernel launch on the tensors of its shelves."""
-        q = {name: x[:, work.heads] for name, x in self.shelves[work.work.q_shelf].items()}
-        kv = {name: x[:, work.groups] for name, x in self.shelves[work.work.kv_shelf].items()}
+        q = _of_heads(self.shelves[work.work.q_shelf], work.heads)
+        kv = _of_heads(self.shelves[work.work.kv_shelf], work.groups)
         kernel = self.prepared.kernel
         if self.backward:
             inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
@@ -257,6 +259,14 @@ class _PassRun:
 def _result(shelf: dict[str, Tensor], name: str) -> Tensor:
     """Return a result of own rows: in the model's dtype if it was written so, else its sums."""
     return shelf.get(FINISHED[name], shelf[name])
+
+
+def _of_heads(fields: dict[str, Tensor], heads: slice) -> dict[str, Tensor]:
+    """Return the fields of a shelf for some of its heads; a view takes the host some time, so not for all of them."""
+    of_all = next(iter(fields.values())).shape[1]
+    if (heads.start, heads.stop) == (0, of_all):
+        return fields
+    return {name: x[:, heads] for name, x in fields.items()}
 
 
 def _flat(x: Tensor) -> Tensor:

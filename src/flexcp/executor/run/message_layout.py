@@ -15,7 +15,7 @@ from flexcp.executor.kernels import accumulator_dtype
 from flexcp.executor.run.laid_rows import FINISHED, Ints, cover_all
 from flexcp.executor.run.message_parts import MessagePart
 from flexcp.executor.run.rank_program import Shelf
-from flexcp.plan.memory import aligned_starts, field_sizes, shelf_fields
+from flexcp.plan.memory import KEYS, aligned_starts, field_sizes, shelf_fields
 from flexcp.shape import Shape
 
 Shelves = dict[int, dict[str, Tensor]]
@@ -66,6 +66,9 @@ def new_results(
     Without ``clear_dq``, dq is left uninitialised.
     """
     found = _laid_out(shelf, backward, True, shape, types, memory)
+    if found and memory is not None and shelf.side == KEYS:  # one launch clears dk and dv, which lie side by side
+        memory[: _starts(shelf, backward, True, shape)[-1]].zero_()
+        return found
     for name, x in found.items():
         if clear_dq or name != "dq":
             x.fill_(-torch.inf if name == "lse" else 0.0)
@@ -109,11 +112,9 @@ def _laid_out(
     They are views of ``memory``, side by side as :mod:`flexcp.plan.memory` counts them, or separate allocations if
     ``memory`` is None.
     """
-    heads = shelf.h1 - shelf.h0
-    fields = shelf_fields(shelf.side, backward, results)
-    starts = aligned_starts(field_sizes(shelf.side, backward, results, shelf.rows * heads, shape))
+    heads, starts = shelf.h1 - shelf.h0, _starts(shelf, backward, results, shape)
     found = {}
-    for field, at in zip(fields, starts, strict=False):
+    for field, at in zip(shelf_fields(shelf.side, backward, results), starts, strict=False):
         dtype = types.accumulator if results or field.precise else types.model
         if results and field.name == "lse":
             dtype = types.statistics
@@ -124,3 +125,8 @@ def _laid_out(
             length = dtype.itemsize * int(torch.Size(size).numel())
             found[field.name] = memory[at : at + length].view(dtype).view(size)
     return found
+
+
+def _starts(shelf: Shelf, backward: bool, results: bool, shape: Shape) -> list[int]:
+    """Return the first byte of each input, or result, of a shelf, and the end of the last one."""
+    return aligned_starts(field_sizes(shelf.side, backward, results, shelf.rows * (shelf.h1 - shelf.h0), shape))
