@@ -2,9 +2,10 @@
 
 ``python benchmarks/packing_gpu.py [--json FILE]`` runs on a GPU machine. A stage is made by hand: a number of tokens of
 one kind of piece, 32 / 8 heads of 128 in bf16, in messages of several peers. The executor's launches for it are queued
-behind other work, so that the host is ahead, and timed between events. Rows are contiguous, scattered in runs of 64, or
-only some heads of each, or all messages bring the same rows. Before it is timed, what a stage's messages leave on the
-shelves is compared with what the plain packing leaves, bit by bit unless outputs are merged.
+behind other work, so that the host is ahead, and timed between events: what a repeat adds to a queue of repeats. Rows
+are contiguous, scattered in runs of 64, or only some heads of each, or all messages bring the same rows. Before it is
+timed, what a stage's messages leave on the shelves is compared with what the plain packing leaves, bit by bit unless
+outputs are merged.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from flexcp.shape import OUTPUTS, QUERY_SIDED, Kind, Shape
 
 SHAPE = Shape(32, 8, 128, 128)
 RUN, REPEATS = 64, 7
+QUEUED = 8
+"""How many repeats are queued after a first one."""
 TOKENS = (256, 2048, 16_384)
 KINDS = (
     (Kind.Q, False),
@@ -74,7 +77,7 @@ def stages() -> list[Stage]:
             for peers, scattered, parts in ((1, False, 1), (min(8, tokens // RUN // 2), True, 1), (4, False, 8)):
                 found.append(Stage(kind, partial, tokens, peers, scattered, parts))
         if tokens >= 8 * RUN:
-            found += [Stage(kind, True, tokens, 8, False, 1, shared=True) for kind in (Kind.DQ, Kind.DKV)]
+            found += [Stage(kind, True, tokens, 8, False, 1, shared=True) for kind in (Kind.O, Kind.DQ, Kind.DKV)]
     return found
 
 
@@ -132,17 +135,22 @@ def compare(
 
 
 def timed(work: Callable[[], None]) -> float:
-    """Return the median microseconds of queued work after a first run."""
-    samples = []
-    for _ in range(REPEATS):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        keep_busy()
-        first.record()
+    """Return the median microseconds that a repeat of the work adds to a queue of repeats."""
+    work()
+    samples = [(_queued(work, 1 + QUEUED) - _queued(work, 1)) / QUEUED for _ in range(REPEATS)]
+    return float(np.median(samples))
+
+
+def _queued(work: Callable[[], None], count: int) -> float:
+    """Return the microseconds of ``count`` repeats that the host has queued before the first one begins."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    keep_busy()
+    first.record()
+    for _ in range(count):
         work()
-        last.record()
-        torch.cuda.synchronize()
-        samples.append(first.elapsed_time(last) * 1e3)
-    return float(np.median(samples[1:]))
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) * 1e3
 
 
 def main() -> None:
