@@ -110,13 +110,14 @@ from flexcp.plan.memory import KEYS, QUERIES, Layout
 from flexcp.executor.run.row_packing import RowPacking
 from flexcp.shape import Kind, Shape
 
-shape = Shape(2, 2, 8, 8, "float32")
+shape = Shape(7, 7, 8, 8, "float32")
 types = Types(torch.float32, torch.float32, torch.float32, torch.device("cpu"))
-shelves = (Shelf(QUERIES, 6, 0, 2, 0), Shelf(KEYS, 6, 0, 2, 0))
+shelves = (Shelf(QUERIES, 6, 0, 7, 0), Shelf(KEYS, 6, 0, 7, 0))
 for kind, backward in ((Kind.O, False), (Kind.DQ, True), (Kind.DKV, True)):
     side = KEYS if kind == Kind.DKV else QUERIES
     blocks = (Block(kind, side, slice(0, 4), 4, 0, 2, True), Block(kind, side, np.array([3, 5, 1]), 3, 0, 1, True))
-    others = (Block(kind, side, slice(2, 6), 4, 1, 2, True),)
+    # The last 5 heads are merged by three programs, of 2, 2 and 1.
+    others = (Block(kind, side, slice(2, 6), 4, 1, 2, True), Block(kind, side, slice(0, 6), 6, 2, 7, True))
     received = [Message(1, blocks), Message(2, others), Message(3, blocks[1:])]
     program = RankProgram(shelves, (Slot(receive=received),), Layout(0, {}), (([], []),), (0,), {}, 0)
     results = []
