@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flexcp.executor.exchange.grouped_calls import start_together
 
@@ -38,7 +39,10 @@ class RecordingGroup:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_messages_are_started_receives_first_and_as_one_call_if_possible(together: bool) -> None:
+def test_messages_are_started_receives_first_and_as_one_call_if_possible(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "ProcessGroup", RecordingGroup)
     group: Any = RecordingGroup(together)
     receives, sends = [(torch.zeros(3), 2), (torch.zeros(1), 1)], [(torch.zeros(5), 1)]
     handles = start_together(group, receives, sends)
@@ -51,6 +55,11 @@ def test_messages_are_started_receives_first_and_as_one_call_if_possible(togethe
         assert handles == ["receive from 2", "receive from 1", "send to 1"]
 
 
-def test_a_call_may_only_send() -> None:
-    group: Any = RecordingGroup(False)
+def test_groups_of_other_kinds_are_asked_for_no_backend() -> None:
+    group: Any = RecordingGroup(True)  # as a subclass of torch's group in Python, with methods of its own
     assert start_together(group, [], [(torch.zeros(1), 0)]) == ["send to 0"]
+
+
+def test_nothing_is_started_without_messages() -> None:
+    group: Any = RecordingGroup(True)
+    assert start_together(group, [], []) == group.calls == []

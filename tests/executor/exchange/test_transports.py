@@ -392,6 +392,25 @@ def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_the_rest(mo
     assert exchange.arrived(1) is buffers and waited == everything
 
 
+def test_what_was_posted_before_a_call_fails_is_kept_until_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+
+    def start(group: None, receives: list[Message], sends: list[Message]) -> list[Any]:
+        if len(sends) + len(receives) == 1:
+            raise RuntimeError("the network is down")
+        return [SimpleNamespace(wait=lambda: waited.append(1))]
+
+    monkeypatch.setattr(transports, "start_together", start)
+    label = PassLabel(1, 1, 0, "", False, 2)
+    calls = ((Call(0, (), (MessageRange(2, 0, 5),)), Call(1, (), (MessageRange(2, 5, 9),))),)
+    exchange = DeviceExchange(Wire(None, [0] * 3, timedelta(seconds=9), None, lambda reason: None), label, calls)
+    buffers = Buffers.alone([(2, 9)], torch.device("cpu"))
+    with pytest.raises(ExchangeError, match=r"stage 0 of 2 of the forward.*the network is down"):
+        exchange.post(0, buffers, Buffers.alone([], torch.device("cpu")))
+    exchange.finish()
+    assert waited == [1], "the first call, with its stamp, is under way"
+
+
 class Late:
     """A message that is complete at time ``at``; waiting for it moves the clock there, or times out."""
 

@@ -88,13 +88,14 @@ class Arena:
 class Buffers:
     """The messages of a stage, side by side in ``memory`` (bytes); ``sizes`` has (peer, bytes) of each message.
 
-    Messages begin at aligned offsets, so there may be gaps between them.
+    Each peer has at most one message. Messages begin at aligned offsets, so there may be gaps between them.
     """
 
     def __init__(self, sizes: list[tuple[int, int]], memory: Tensor) -> None:
         starts = aligned_starts([size for _, size in sizes])
         self.memory = memory[: starts[-1]]
         self._places = {peer: (self.memory, at, size) for (peer, size), at in zip(sizes, starts, strict=False)}
+        assert len(self._places) == len(sizes), f"two messages of one peer: {sizes}"
 
     @property
     def messages(self) -> list[tuple[int, Tensor]]:

@@ -194,6 +194,7 @@ class DeviceExchange(Exchange):
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         works: list[dist.Work] = []
+        self._posted[stage] = works, sends
         for call in self.calls[stage]:
             into = [(receives.part(part.peer, part.start, part.stop), part.peer) for part in call.receives]
             out = [(sends.part(part.peer, part.start, part.stop), part.peer) for part in call.sends]
@@ -204,7 +205,6 @@ class DeviceExchange(Exchange):
                 works += start_together(self.wire.group, stamps_into + into, stamps_out + out)
             except RuntimeError as error:
                 raise ExchangeError(f"{self.this.where(stage)}: {error}") from error
-        self._posted[stage] = works, sends
 
     def arrived(self, stage: int) -> Buffers | None:
         works, _ = self._posted.pop(stage, ([], None))
@@ -221,7 +221,7 @@ class DeviceExchange(Exchange):
         self._posted.clear()
 
     def _stamp(self, stage: int, call: Call, device: torch.device) -> tuple[list[Message], list[Message]]:
-        """Return the stamps to (receive, send) from and to those peers of a call that had none in this pass yet.
+        """Return the stamps to receive and those to send: one for each peer of a call that had none in this pass yet.
 
         A stamp is a number of 8 bytes that identifies the pass; ``arrived`` compares received ones with this rank's.
         """
@@ -237,7 +237,8 @@ class DeviceExchange(Exchange):
             into = [(stamp, peer) for stamp, peer in zip(arriving.split(1), from_, strict=True)]
         if to and self._own_stamp is None:
             self._own_stamp = torch.full((1,), self.this.stamp, dtype=torch.int64, device=device)
-        return into, [] if self._own_stamp is None else [(self._own_stamp, peer) for peer in to]
+        out = [] if self._own_stamp is None else [(self._own_stamp, peer) for peer in to]
+        return into, out
 
     def _mixed_up(self, stage: int) -> str:
         """Return the message of the device's assertion on a wrong stamp; it may have at most 255 characters."""
@@ -276,12 +277,12 @@ class HostExchange(Exchange):
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         self._receiving[stage], self._sending[stage] = [], []
-        calls, both = self.calls[stage], (receives, sends)
+        calls = self.calls[stage]
         if calls:
-            self._post(stage, calls[0], both)
+            self._post(stage, calls[0], sends, receives)
         if len(calls) > 1:
             courier = self._couriers[stage] = threading.Thread(
-                target=self._carry, args=(stage, calls, both), daemon=True, name="flexcp-calls"
+                target=self._carry, args=(stage, calls, sends, receives), daemon=True, name="flexcp-calls"
             )
             courier.start()
 
@@ -315,7 +316,7 @@ class HostExchange(Exchange):
         assert work is not None
         return work
 
-    def _carry(self, stage: int, calls: tuple[Call, ...], both: tuple[Buffers, Buffers]) -> None:
+    def _carry(self, stage: int, calls: tuple[Call, ...], sends: Buffers, receives: Buffers) -> None:
         """Post the second and later calls of a stage, each when the one before it is done; runs in a thread of its own.
 
         Errors are stored, and ``arrived`` raises them.
@@ -325,25 +326,28 @@ class HostExchange(Exchange):
                 deadline = time.monotonic() + self._patience
                 self._wait(self._receiving[stage], deadline)
                 self._wait(self._sending[stage], deadline)
-                self._post(stage, call, both)
+                self._post(stage, call, sends, receives)
             self._wait(self._receiving[stage], time.monotonic() + self._patience)
         except Exception as error:  # ``arrived`` raises it
             self._broken = error
 
-    def _post(self, stage: int, call: Call, both: tuple[Buffers, Buffers]) -> None:
+    def _post(self, stage: int, call: Call, sends: Buffers, receives: Buffers) -> None:
         """Start all receives and sends of one call."""
         tag = self.this.tag(stage, call.number)
         receiving, sending = self._receiving[stage], self._sending[stage]
-        sides = ((self.receive, call.receives, receiving), (self.send, call.sends, sending))
-        for (start, parts, posted), messages, sends in zip(sides, both, (False, True), strict=True):
+        sides = (
+            (self.receive, call.receives, receives, receiving, False),
+            (self.send, call.sends, sends, sending, True),
+        )
+        for start, parts, messages, posted, leaves in sides:
             for part in parts:
-                leg = _Leg(part.peer, stage, sends)
+                leg = _Leg(part.peer, stage, leaves)
                 try:
                     message = messages.part(part.peer, part.start, part.stop)
                     posted.append((leg, start(message, part.peer, tag)))
                 except RuntimeError as error:
                     raise self._error(leg, str(error)) from error
-                if sends:
+                if leaves:
                     self.wire.sent[part.peer] += part.stop - part.start
 
     def _wait(self, posted: _Legs, deadline: float) -> None:

@@ -71,7 +71,7 @@ def exchange_samples(
         receives = [(x, peer) for x, (_, peer) in zip(into, peers, strict=True)]
         dist.barrier(group)
         begin = time.perf_counter_ns()
-        for work in start_together(group, receives, [(out, to) for to, _ in peers]) if peers else ():
+        for work in start_together(group, receives, [(out, to) for to, _ in peers]):
             work.wait()
         if device == "cuda":
             torch.cuda.synchronize()
