@@ -21,11 +21,13 @@ from flexcp.executor.run.row_runs import (
     merge_runs,
     sum_runs,
 )
+from flexcp.shape import DTYPE_BYTES
 
 HEADS, WIDTH, ROWS, SOURCE = 3, 40, 150, 40_000
 STEP = HEADS * WIDTH
 Floats = NDArray[np.float64]
 Drawn = list[tuple[int, int, int, int, int, int]]
+SEEDS = st.integers(0, 10)
 
 
 @st.composite
@@ -45,11 +47,13 @@ def place(shelf: int | None, name: str, row: int, rows: int, start: int, step: i
 
 
 @settings(max_examples=100, deadline=None)
-@given(reductions(), st.integers(0, 10))
-def test_every_byte_is_copied_once(drawn: Drawn, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    source = random.integers(0, 256, (2, 4 * SOURCE))
-    expected, found, written = (np.zeros((2, 4 * ROWS * STEP), np.int64) for _ in range(3))
+@given(
+    reductions(), st.sampled_from([("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]), SEEDS
+)
+def test_every_byte_is_copied_once(drawn: Drawn, dtypes: tuple[str, str], seed: int) -> None:
+    random, unit = np.random.default_rng(seed), DTYPE_BYTES[dtypes[0]] if dtypes[0] == dtypes[1] else 1
+    source = random.integers(0, 256, (2, unit * SOURCE))
+    expected, found, written = (np.zeros((2, unit * ROWS * STEP), np.int64) for _ in range(3))
     pairs: dict[int, list[Move]] = {}
     taken = np.zeros((2, ROWS, HEADS), bool)
     for tensor, row, rows, h0, h1, gap in drawn:
@@ -57,14 +61,20 @@ def test_every_byte_is_copied_once(drawn: Drawn, seed: int) -> None:
             continue
         taken[tensor, row : row + rows, h0:h1] = True
         begin, length, step = int(random.integers(0, 9000)), (h1 - h0) * WIDTH, (h1 - h0 + gap) * WIDTH
-        target = place(tensor, "k", row, rows, h0 * WIDTH, STEP)
-        pairs.setdefault(tensor, []).append(Move("copy", place(None, "k", 0, rows, begin, step), target, length))
-        for r in range(rows):
-            at = 4 * ((row + r) * STEP + h0 * WIDTH)
-            expected[tensor, at : at + 4 * length] = source[tensor, 4 * (begin + r * step) :][: 4 * length]
+        where = np.arange(row, row + rows)
+        if gap:  # rows of the target in any order, some of them one after the other
+            where = (
+                np.concatenate(random.permutation(np.array_split(where, 3), axis=0)) if rows % 3 == 0 else where[::-1]
+            )
+        here = Place(None, "k", dtypes[0], slice(0, rows), begin, step)
+        there = Place(tensor, "k", dtypes[1], where if gap else slice(row, row + rows), h0 * WIDTH, STEP)
+        pairs.setdefault(tensor, []).append(Move("copy", here, there, length))
+        for r, to in enumerate(where.tolist()):
+            at = unit * (to * STEP + h0 * WIDTH)
+            expected[tensor, at : at + unit * length] = source[tensor, unit * (begin + r * step) :][: unit * length]
     table, tensors = copy_runs(list(pairs.values())), list(pairs)
     for pair, begin, to, length, rows, step_from, step_to in table.T.tolist():
-        assert rows <= COPY_ROWS[0] and (rows * length <= COPY_BYTES[0]), "few bytes are spread over many programs"
+        assert rows <= COPY_ROWS[0] and rows * length <= COPY_BYTES[0], "few bytes are spread over many programs"
         for r in range(rows):
             at = slice(to + r * step_to, to + r * step_to + length)
             written[tensors[pair], at] += 1
@@ -74,7 +84,7 @@ def test_every_byte_is_copied_once(drawn: Drawn, seed: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(reductions(), st.integers(0, 10))
+@given(reductions(), SEEDS)
 def test_every_element_is_added_once_in_the_order_of_messages(drawn: Drawn, seed: int) -> None:
     random = np.random.default_rng(seed)
     source = random.standard_normal((2, SOURCE)).astype(np.float32)
@@ -111,7 +121,7 @@ def merge(
 
 
 @settings(max_examples=60, deadline=None)
-@given(reductions(), st.integers(0, 10))
+@given(reductions(), SEEDS)
 def test_every_head_is_merged_once_in_the_order_of_messages(drawn: Drawn, seed: int) -> None:
     random = np.random.default_rng(seed)
     source, source_lse = random.standard_normal(SOURCE), random.standard_normal(SOURCE)

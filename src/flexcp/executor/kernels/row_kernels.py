@@ -1,9 +1,9 @@
 """Row kernels: Triton kernels that copy, add and merge rows of messages and shelves, and compute delta.
 
 All but the last take a table of row runs (:mod:`flexcp.executor.run.row_runs`), with one program per run (in a merge,
-one for each run and few of its heads), over tensors seen as flat memory. A launch has up to ``PAIRS`` pairs of a source
-and a target tensor, and each run names its pair. The kernels take nothing but tables and addresses, so no batch makes
-them compile again. Bytes are moved as integer words; reductions are computed in the target's dtype.
+one for each run and a few of its heads), over tensors seen as flat memory. A launch has up to ``PAIRS`` pairs of a
+source and a target tensor, and each run names its pair. The kernels take nothing but tables and addresses, so no batch
+makes them compile again. Bytes are moved as integer words; reductions are computed in the target's dtype.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -3,8 +3,8 @@
 Slot s does the following, in order:
 
 1. Take in what stage s brought: inputs are laid on their shelves, outputs are reduced into their rows in a fixed order.
-2. Post the stages that the plan posts in this slot (by default stage s + 1), so that transfers are always issued before
-   the work that hides them.
+2. Post the stages that the plan posts in this slot (by default stage s + 1), if this rank has messages in them. So
+   transfers are always issued before the work that hides them.
 3. Compute, leaving free as many multiprocessors as the plan says. A dq that is left open, that is, in a form of the
    kernel's own (:mod:`flexcp.executor.run.prepared`), is cleared before the first launch that adds to it.
 4. Close the dq that no later slot leaves open.
@@ -262,9 +262,9 @@ def _result(shelf: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _of_heads(fields: dict[str, Tensor], heads: slice) -> dict[str, Tensor]:
-    """Return the fields of a shelf for some of its heads; a view takes the host some time, so not for all of them."""
+    """Return the fields of a shelf for some of its heads, as views; for all heads, the fields themselves."""
     of_all = next(iter(fields.values())).shape[1]
-    if (heads.start, heads.stop) == (0, of_all):
+    if (heads.start, heads.stop) == (0, of_all):  # each view costs host time
         return fields
     return {name: x[:, heads] for name, x in fields.items()}
 

@@ -1,10 +1,10 @@
 """Row chains: how one launch adds, or merges, the results of all messages of a stage.
 
 Several messages may bring results of the same rows. They must be reduced in a fixed order, and no two programs of a
-launch may write the same row. So targets are cut where what a message brings begins or ends, and the parts that belong
-to the same piece of a target form a *chain*: a single program reads the piece, reduces all parts of the chain in their
-order, and writes it. Sums have the same bits as if messages were taken in one after the other, each by a launch of its
-own, but there is one launch, and every target is read and written once.
+launch may write the same numbers. So targets are cut where what a message brings begins or ends, and the parts that
+belong to the same piece of a target form a *chain*: a single program (in a merge, one for a few heads) reads the piece,
+reduces all parts of the chain in their order, and writes it. Sums have the same bits as if messages were taken in one
+after the other, each by a launch of its own, but there is one launch, and every target is read and written once.
 
 Tables of row runs have one column for each part, with the parts of a chain side by side. The first part of a chain says
 how many parts there are; a program that begins with another part finds 0 parts, and does nothing.

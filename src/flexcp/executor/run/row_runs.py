@@ -1,8 +1,9 @@
 """Row runs: moves of rows between shelves and messages, and the tables of integers that kernels read.
 
 A *row run* is a number of rows of equal length, at equal distances in the source and in the target, that one GPU
-program moves. Each column of a table is one run. Copies are cut into runs of a limited size; additions and merges are
-cut into chains (:mod:`flexcp.executor.run.row_chains`), so that one launch reduces the results of all messages.
+program moves (in a merge, several programs with a few heads each). Each column of a table is one run. Copies are cut
+into runs of a limited size; additions and merges are cut into chains (:mod:`flexcp.executor.run.row_chains`), so that
+one launch reduces the results of all messages.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ COUNTED = [1, 2, 3, 5, 6]
 PROGRAMS = 2048
 """About how many row runs of a launch are enough to keep a GPU busy."""
 COPY_ROWS = (2, 16)
+"""Limits of the rows with gaps between them that one run copies; see :func:`_length_of_runs`."""
 COPY_BYTES = (8192, 32_768)
+"""Limits of the bytes that one run copies."""
 SUM_ELEMENTS = (1024, 4096)
+"""Limits of the elements that one run adds."""
 MERGE_ELEMENTS = (512, 4096)
-"""Two limits each: of the rows and of the bytes that one run copies, and of the elements that one run adds or merges.
-
-A launch has about ``PROGRAMS`` runs if these are then not under the lower nor over the upper limit; a row over the
-limit is a run by itself. Longer runs make smaller tables, but launches slower, because a program moves one row after
-the other (docs/results/communication.md, "Packing").
-"""
+"""Limits of the elements that one run merges."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +94,40 @@ def copy_runs(pairs: list[list[Move]]) -> Ints:
     elements. Rows without gaps on both sides are joined into one long row.
     """
     moves, pair = _listed(pairs)
-    move, here, there, count = _stretches(moves)
     (first, step), (to, to_step) = _starts(m.source for m in moves), _starts(m.target for m in moves)
     length, element = np.array([m.length for m in moves]), np.array([DTYPE_BYTES[m.source.dtype] for m in moves])
-    gapless, row_bytes = (step == length) & (to_step == length), length * element
-    most = np.maximum(1, _evenly(int((count * row_bytes[move]).sum()), COPY_BYTES) // row_bytes)
-    most = np.where(gapless, most, np.minimum(most, _evenly(int(count.sum()), COPY_ROWS)))[move]
-    stretch, part = spread(-(-count // most))
-    skipped = part * most[stretch]
-    rows, move = np.minimum(most[stretch], count[stretch] - skipped), move[stretch]
-    begin = first[move] + (here[stretch] + skipped) * step[move]
-    end = to[move] + (there[stretch] + skipped) * to_step[move]
+    gapless = (step == length) & (to_step == length)
+    move, here, there, rows = _cut_for_copies(moves, length * element, gapless)
+    begin, target = first[move] + here * step[move], to[move] + there * to_step[move]
     joined = gapless[move]  # into one long row
     length, rows = length[move] * np.where(joined, rows, 1), np.where(joined, 1, rows)
-    runs = np.stack([pair[move], begin, end, length, rows, step[move], to_step[move]])
+    runs = np.stack([pair[move], begin, target, length, rows, step[move], to_step[move]])
     if moves[0].plain:
         runs[COUNTED] *= element[move]
     return runs
 
 
-def _evenly(total: int, limits: tuple[int, int]) -> int:
-    """Return the share of each of ``PROGRAMS`` runs, within limits."""
+def _cut_for_copies(moves: list[Move], row_bytes: Ints, gapless: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut the rows of copies into runs, and return what :func:`_stretches` does of each.
+
+    ``row_bytes`` are the bytes of a row of each move; ``gapless`` says that its rows have no gaps on either side.
+    """
+    move, here, there, count = _stretches(moves)
+    size = _length_of_runs(int((count * row_bytes[move]).sum()), COPY_BYTES)
+    most = np.maximum(1, size // row_bytes)
+    most = np.where(gapless, most, np.minimum(most, _length_of_runs(int(count.sum()), COPY_ROWS)))[move]
+    stretch, part = spread(-(-count // most))
+    skipped = part * most[stretch]
+    rows = np.minimum(most[stretch], count[stretch] - skipped)
+    return move[stretch], here[stretch] + skipped, there[stretch] + skipped, rows
+
+
+def _length_of_runs(total: int, limits: tuple[int, int]) -> int:
+    """Return how much of ``total`` (rows, bytes or elements of all messages of a launch) one run moves at most.
+
+    It is so much that the launch has about ``PROGRAMS`` runs, but not under the first nor over the second limit. Longer
+    runs make smaller tables, but launches slower, because a program moves one row after the other.
+    """
     least, most = limits
     return min(max(total // PROGRAMS, least), most)
 
@@ -169,7 +181,7 @@ def _chained(moves: list[Move], target: Ints, column: Ints, columns: Ints, width
     """
     move, source, row, rows = _stretches(moves)
     limits = MERGE_ELEMENTS if moves[0].what == "merge" else SUM_ELEMENTS
-    elements = _evenly(int((rows * columns[move]).sum()) * width, limits)
+    elements = _length_of_runs(int((rows * columns[move]).sum()) * width, limits)
     asked = Stretches(target[move], row, rows, column[move], columns[move])
     chains = find_chains(asked, max(1, elements // width))
     return chains, move[chains.stretch], (source - row)[chains.stretch] + chains.row
@@ -191,7 +203,10 @@ def _stretches(moves: list[Move]) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _ascending(source: Rows, target: Rows) -> tuple[Ints, Ints, Ints]:
-    """Return (first source row, first target row, number of rows) of each stretch of one move."""
+    """Split the rows of one move where either side does not ascend by one.
+
+    Returns (first source row, first target row, number of rows) of each stretch.
+    """
     if isinstance(source, slice) and isinstance(target, slice):
         return np.array([source.start]), np.array([target.start]), np.array([source.stop - source.start])
     rows = np.stack([np.arange(r.start, r.stop) if isinstance(r, slice) else r for r in (source, target)])
