@@ -22,7 +22,8 @@ says. Outside the arena are the rank's own tensors: those that autograd keeps fo
 if the plan keeps them), the results of a pass before they are returned, and the gradients that exist during a backward:
 that of the output, and the first one that is rounded while the sums still exist, or all three if some arrive complete
 and are written in the model's dtype beside the sums. LSE and delta of own rows count 8
-bytes per number, as on a CPU; a GPU uses 4. Index maps and work lists are estimated as :data:`TABLE_BYTES` per row.
+bytes per number, as on a CPU; a GPU uses 4. Index maps and work lists are estimated as :data:`TABLE_BYTES` per row, and
+:data:`MOVE_BYTES` per row that arrives.
 
 On a rank without transfers kernels differ: some write dq once, in the model's dtype, others add it up in float32.
 Without the name of a kernel, the larger of the two is counted. Not counted are the tiles of CPU kernels and the memory
@@ -55,9 +56,15 @@ STATISTICS_BYTES = 8
 SCRATCH_BYTES = 4096
 """Bytes of a kernel's scratch memory, besides two numbers per row and head."""
 TABLE_BYTES = 16
-"""Estimated bytes of index maps and work lists per row of a shelf (a buffer of received tokens) and per mask.
+"""Estimated bytes of index maps and work lists per row of a shelf (a buffer of tokens) and per mask.
 
-They are for the tiles of both directions, and the place of a row that moves.
+They are for the tiles of both directions, and the place of a row.
+"""
+MOVE_BYTES = 32
+"""Estimated bytes per row that arrives, and per mask, of the tables by which a GPU moves rows.
+
+In plans of 32 ranks (32 / 8 and 8 / 1 heads, web and longalign, three strategies) they took up to 81 bytes a row, 27 in
+the mean.
 """
 WRITES_DQ_ONCE = ("triton", "hopper")
 """Kernels that write dq of a rank without transfers directly in the model's dtype, without a sum in float32."""
@@ -136,7 +143,8 @@ def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
     results = tokens * _results(shape, in_order, once)
     laid = any(_receives_whole_gradients(plan, rank, mask) for mask in numbers)
     gradients = tokens * _passing_gradients(shape, in_order, once, laid)
-    tables = TABLE_BYTES * sum(tokens + _arriving_rows(plan, rank, mask) for mask in numbers)
+    arriving = sum(_arriving_rows(plan, rank, mask) for mask in numbers)
+    tables = TABLE_BYTES * (len(numbers) * tokens + arriving) + MOVE_BYTES * arriving
     saved = tokens * _saved(shape)
     return Memory(rank, layers, forward, backward, saved, kept, results, gradients, scratch, tables)
 
