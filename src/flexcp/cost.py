@@ -55,7 +55,7 @@ LARGEST = 2**62
 LARGEST_SIZE = 2**22
 """The largest size of a model; with any size, FLOPs and bytes of its layers would not fit 64 bits."""
 LARGEST_MODEL = 2**50
-"""The largest product of a model's sizes, for the same reason."""
+"""The largest product of a model's sizes; FLOPs and bytes of larger ones would not fit 64 bits."""
 FORMAT = "flexcp-cost-1"
 
 

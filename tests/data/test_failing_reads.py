@@ -187,9 +187,10 @@ def test_a_stream_may_make_every_sample_in_the_same_memory(resume: bool) -> None
         assert got == list(range(len(LENGTHS)))
 
 
-def test_values_that_cannot_be_pickled_are_named() -> None:
+@pytest.mark.parametrize("kind", [Iterated, list])
+def test_values_that_cannot_be_pickled_are_named(kind: Callable[[list[Any]], Any]) -> None:
     odd = [{**sample(n, 5), "open": (x for x in ())} for n in range(3)]
-    with loader(Iterated(odd)) as data:
+    with loader(kind(odd)) as data:
         until_error(data, ValueError, "sample 0 cannot be pickled, .*generator")
 
 
@@ -262,6 +263,7 @@ def test_a_stream_that_rank_0_cannot_restore_is_an_error_on_all_ranks_at_once(
     (kind, said), *others = pool.run(error_of, data, state(), ranks=3)
     assert kind == own
     assert all(re.search(f"rank 0 could not .*{words}", text) and said in text for _, text in others), others
+    assert {kind for kind, _ in others} == {"ValueError" if own == "ValueError" else "RuntimeError"}
 
 
 def test_after_a_state_that_cannot_be_loaded_the_loader_does_not_go_on() -> None:

@@ -1,4 +1,4 @@
-"""Find source: choose how the samples of a dataset are read, by what is known of them before."""
+"""Find source: choose how the samples of a dataset are read, by what is known of them beforehand."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ReadSource:
         if self.samples is not None:
             self.order = epoch_order(self.samples, self.reading.shuffle, self.reading.seed, epoch)
         else:
-            self.peers.together(lambda: self._begin_stream(epoch, place), "begin its stream")
+            self.peers.attempt_together(lambda: self._begin_stream(epoch, place), "begin its stream")
         self._documents.clear()
         self.held.clear()
         self._packed.clear()
@@ -141,9 +141,9 @@ class ReadSource:
         held: dict[int, HeldSample] = {}
         packed: dict[int, bytes] = {}
         stats = self.reading.stats
-        begin, reading_s = time.perf_counter(), stats.reading_s
-        told = self.peers.together(lambda: self._read_share(held, packed), "read its samples")
-        stats.sharing_s += time.perf_counter() - begin - (stats.reading_s - reading_s)
+        begin, read_before_s = time.perf_counter(), stats.reading_s
+        told = self.peers.attempt_together(lambda: self._read_share(held, packed), "read its samples")
+        stats.sharing_s += time.perf_counter() - begin - (stats.reading_s - read_before_s)
         schema = self.schema
         for rank, (_, seen) in enumerate(told):
             if seen is not None:
@@ -259,7 +259,7 @@ class ReadSource:
             return
         self._lost = True
         self._documents, self.held, self._packed = {}, {}, {}
-        ahead, *_ = self.peers.together(lambda: self._restore(state), "restore its stream")
+        ahead, *_ = self.peers.attempt_together(lambda: self._restore(state), "restore its stream")
         self._lost = False
         if ahead is not None:
             self.schema = ahead.schema

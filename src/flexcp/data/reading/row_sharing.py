@@ -51,8 +51,8 @@ class Peers:
         """Return the values of all ranks, in the order of ranks; values are pickled. All ranks call this together."""
         return self.collectives.told("the loader's exchange of lengths", value, self.device)
 
-    def together(self, attempt: Callable[[], T], doing: str) -> list[T]:
-        """Attempt something on all ranks, and return the results of all; all ranks call this together.
+    def attempt_together(self, attempt: Callable[[], T], doing: str) -> list[T]:
+        """Call ``attempt`` on all ranks, and return what it returns on each; all ranks call this together.
 
         If it fails on a rank, all ranks raise: those where it failed their own error, the others ValueError or
         RuntimeError, which says what the first of them could not do (``doing``) and why.
@@ -71,7 +71,7 @@ class Peers:
             if problem is not None:
                 name, text, is_value = problem
                 raise (ValueError if is_value else RuntimeError)(f"rank {rank} could not {doing}: {name}: {text}")
-        return [done for done, _ in told]
+        return [found for found, _ in told]
 
     def total(self, count: int) -> int:
         """Return the sum of ``count`` over all ranks; all ranks call this together."""
