@@ -4,8 +4,9 @@
     python benchmarks/host_gpu.py --plans FOLDER                  on a GPU machine
 
 One rank of each plan runs alone, in a process group of torch's that sends nothing ("fake"): messages hold what the
-memory held before, and no call of NCCL is in the host's time. What the host queues is timed while the GPU is busy with
-other work, the GPU's own time between events. Times are medians.
+memory held before, messages are started one by one, and no call of NCCL is in the host's time. The check that messages
+are of the right pass and the check of the group's backend are replaced, so this proves nothing about results. What the
+host queues is timed while the GPU is busy with other work, the GPU's own time between events. Times are medians.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def busiest(plan: Plan) -> int:
 
 
 def messages(plan: Plan, rank: int, backward: bool) -> int:
-    """Return how many messages a rank sends and receives in a pass."""
+    """Return how many messages a rank sends and receives in a pass, in whole messages as planned."""
     stages = Passes(plan, rank, None, timedelta(seconds=1)).calls(0, backward)
     return sum(len(call.sends) + len(call.receives) for stage in stages for call in stage)
 
