@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from flexcp.executor.kernels.cute import kernel as cute_kernel
+from flexcp.executor.kernels.cute import compiled
 
 BACKWARDS = {"backward": "rows", "backward_open": "open", "backward_alone": "alone"}
 """For each backward kernel, the order argument that says how dq is laid out while kernels add to it."""
@@ -17,23 +17,23 @@ BACKWARDS = {"backward": "rows", "backward_open": "open", "backward_alone": "alo
 
 def main() -> None:
     """Compile the kernels named on the command line, ignoring any that were compiled and stored before."""
-    cute_kernel.kept = lambda _, compile_now: compile_now()
+    compiled.kept = lambda _, compile_now: compile_now()
     for name in sys.argv[1:]:
         if name in BACKWARDS:
-            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name], name != "backward_alone")
+            compiled.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name], name != "backward_alone")
         elif name == "before":
-            cute_kernel.compiled_before(torch.bfloat16, 4, True)
+            compiled.compiled_before(torch.bfloat16, 4, True)
         elif name == "after":
-            cute_kernel.compiled_after(torch.bfloat16, 4)
+            compiled.compiled_after(torch.bfloat16, 4)
         elif name == "open":
-            cute_kernel.compiled_open(4, True)
+            compiled.compiled_open(4, True)
         elif name == "close":
-            cute_kernel.compiled_close(torch.float32)
+            compiled.compiled_close(torch.float32)
         else:
             fresh = name == "forward"
             out = torch.bfloat16 if fresh else torch.float32
             finishes = name == "forward_finishing"
-            cute_kernel.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh, finishes, not fresh)
+            compiled.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh, finishes, not fresh)
         print(name, flush=True)
 
 

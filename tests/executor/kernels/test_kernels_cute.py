@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from flexcp import masks
 from flexcp.executor.kernels import NO_ROWS
+from flexcp.executor.kernels.cute import work as cute_work
 from flexcp.executor.kernels.cute.items import (
     ROW_PRICE,
     SAVED,
@@ -181,13 +182,10 @@ def rows_read(made: SegmentList, order: np.ndarray, at_once: int) -> int:
 def test_lists_of_long_documents_add_to_96_mib_of_dq_in_step_and_compute_every_block_once(
     lengths: list[int], in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("cutlass")
-    from flexcp.executor.kernels.cute import kernel as cute_kernel
-
-    monkeypatch.setattr(cute_kernel, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cute_work, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     slices, cpu = packed(lengths), torch.device("cpu")
-    work = cute_kernel.CuteWork(slices, 32, 8, 128, 128, cpu, begins=NO_ROWS, finishes=NO_ROWS)
+    work = cute_work.CuteWork(slices, 32, 8, 128, 128, cpu, begins=NO_ROWS, finishes=NO_ROWS)
     used, (tiles, segments, items) = work.backward_tables(132)
     made = SegmentList(tiles.numpy().reshape(-1, 4), segments.numpy().reshape(-1, 8))
     found = items.numpy().reshape(-1, used)

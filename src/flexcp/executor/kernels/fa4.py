@@ -22,7 +22,7 @@ from torch import Tensor
 from flexcp import masks
 from flexcp.executor.kernels import NO_ROWS, Ints, Settings, uploaded
 from flexcp.executor.kernels.cute import kernel as cute_kernel
-from flexcp.executor.kernels.cute.kernel import CuteWork
+from flexcp.executor.kernels.cute.work import CuteWork
 from flexcp.executor.kernels.fa4_lists import cheaper, form_of
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 
