@@ -7,6 +7,7 @@ Expected batches are computed from the sample numbers of synthetic datasets whos
 
 from __future__ import annotations
 
+import json
 import re
 import tracemalloc
 import warnings
@@ -390,6 +391,18 @@ def test_a_seed_is_an_order_everywhere() -> None:
     assert epoch_order(5, False, 9, 9).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_settings_may_be_numbers_of_numpy_and_a_seed_one_of_torch() -> None:
+    for seed, same in ((np.int64(3), 3), ((1 << 64) - 1, -1)):
+        options = arguments(budget=BUDGET, shuffle=np.True_, seed=seed, lookahead=np.int64(2))
+        with Loader(Numbered(known=True), planner(1), **options) as data:
+            state = json.loads(json.dumps(data.state_dict()))
+            found = [n for b in data for n in b.samples]
+        assert found == epoch_order(len(LENGTHS), True, same, 0).tolist()
+        options |= {"shuffle": True, "seed": int(seed)}
+        with Loader(Numbered(known=True), planner(1), **options) as other:
+            other.load_state_dict(state)
+
+
 def test_a_batch_without_labels_has_a_normaliser() -> None:
     (b,) = local(Numbered([1, 1, 1], known=True))
     assert b.labels.tolist() == [-100] * 3 and b.valid == 1
@@ -546,6 +559,29 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"plan_options": {"token": "equal"}}, r"'token'.*layout, tokens, pad_to; did you mean 'tokens'\?"),
         ({"plan_options": {"strategy": "ring"}}, r"'strategy'.*give strategy= to the Planner itself"),
         ({"plan_options": {"mask": flexcp.causal()}}, r"'mask'.*give mask= to the Loader itself"),
+        ({"shuffle": "no"}, "shuffle is True or False; got 'no'"),
+        ({"seed": 1.5}, "seed is a whole number; got 1.5"),
+        ({"pad_token": 1 << 63}, "pad_token is the token id .*, a whole number of 64 bits; got 9223372036854775808"),
+        ({"device": "gpu:0"}, "a device is torch.device.* got 'gpu:0'"),
+        ({"telemetry": True}, r"telemetry= is flexcp\.Telemetry\(\.\.\.\), or None; got True"),
+        ({"masks": {}}, "masks= is .*; got none"),
+        ({"spans": 3}, "spans= is the name of a field, or a list with the spans of each document; got 3"),
+        ({"labels": 3}, "labels is the name of a field of the samples, or None; got 3"),
+        ({"document_fields": "image"}, r"got 'image': write document_fields=\['image'\]"),
+        ({"document_fields": [1]}, r"document_fields is a list of names of fields of the samples; got \[1\]"),
+        ({"document_fields": None}, "document_fields is a list of names of fields of the samples; got None"),
+        ({"pad_token": None}, "pad_token is .*; got None: pass a number, such as the id of the end-of-text token"),
+        ({"pad_token": 0.5}, "pad_token is the token id of padded rows, a whole number; got 0.5"),
+        ({"ignore": "none"}, "ignore is the label of tokens that do not count, a whole number; got 'none'"),
+        ({"least_shared": 0}, "least_shared is a whole number of tokens, at least 1; got 0"),
+        ({"drop_last": "yes"}, "drop_last is True or False; got 'yes'"),
+        ({"micro_batches": 2}, "micro_batches is True or False; got 2"),
+        ({"lookahead": True}, "lookahead is a count of steps, 0 or more; got True"),
+        ({"workers": 1.0}, "workers is a count of processes, 0 or more; got 1.0"),
+        ({"share_plans": "rank 0"}, "share_plans is True or False, or None; got 'rank 0'"),
+        ({"plan_options": ["equal"]}, r"plan_options is a mapping such as \{'tokens': 'equal'\}; got a list"),
+        ({"patience": float("inf")}, "patience is a number of seconds above 0 and at most 10,000,000; got inf"),
+        ({"cpu_group": "gloo"}, r"Planning\(cpu_group=\.\.\.\) takes a ProcessGroup .*; got 'gloo'"),
     ],
 )
 def test_mistakes_name_the_value_and_the_way_out(options: dict[str, Any], message: str) -> None:

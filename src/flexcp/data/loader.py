@@ -35,13 +35,12 @@ from numpy.typing import NDArray
 
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.loader_agreement import check_same, sampler_share
-from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
+from flexcp.data.loader_arguments import check_dataset, check_planner, check_telemetry, masks_of
 from flexcp.data.loader_group import check_group, group_of
 from flexcp.data.loader_settings import (
     Batches,
     Planning,
     Samples,
-    check_tokens,
     warn_of_old_arguments,
     with_old_arguments,
 )
@@ -59,10 +58,11 @@ from flexcp.data.reading.read_source import ReadSource
 from flexcp.data.reading.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.reading.samples import LABELS, TOKENS, Fields, Sample
 from flexcp.data.reading.sources import Reading
+from flexcp.data.setting_checks import check_flag, check_tokens, check_whole
 from flexcp.data.speeds.corrections import Correction, read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
-from flexcp.executor.arguments import named_kind, time_limit
+from flexcp.executor.arguments import device_of, named_kind, process_group, time_limit
 from flexcp.executor.bind import bind, cannot_bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
@@ -122,14 +122,18 @@ class Loader:
         batches = with_old_arguments("batches", batches, old)
         planning = with_old_arguments("planning", planning, old)
         check_tokens("budget", budget)
+        check_flag("shuffle", shuffle)
+        check_whole("seed", seed, "a whole number")
         self.group = group_of(group)
         self.timeout = time_limit(planning.timeout)
         self.peers = _peers(self.group, planning.cpu_group, self.timeout)
         check_planner(planner)
+        check_telemetry(telemetry)
         check_dataset(dataset)
         check_group(group, self.peers.size, planner, dataset)
         self.stats = Stats()
-        self.drop_last, self.lookahead, self.device = batches.drop_last, planning.lookahead, device
+        self.drop_last, self.lookahead = batches.drop_last, planning.lookahead
+        self.device = None if device is None else device_of(device)
         self.telemetry, self.micro_batches = telemetry, batches.micro_batches
         self.options = dict(planning.plan_options or {})
         check_options(planner, self.options)
@@ -146,7 +150,7 @@ class Loader:
             most = self._most_of_a_tree(planner, limits)
             dataset = grouped(dataset, samples.tree_by, fields, samples.least_shared, most)
             found = masks_of_trees(found)
-        self.reading = Reading(fields, found, limits, shuffle, seed, self.stats)
+        self.reading = Reading(fields, found, limits, bool(shuffle), int(seed), self.stats)
         self.dataset = dataset
         self.source = find_source(dataset, samples.lengths, self.reading, self.peers)
         self.plans = self._plans(planner, planning)
@@ -157,7 +161,7 @@ class Loader:
 
     def _plans(self, planner: PlannerLike, planning: Planning) -> Pool | SharedPlans:
         """Return what makes the plans: planner processes of this rank, or of all ranks together if plans are shared."""
-        packed = "rows" if packs_by_rows(torch.device(self.device or "cpu").type) else "fields"
+        packed = "rows" if packs_by_rows("cpu" if self.device is None else self.device.type) else "fields"
         wish = RecipeWish(self.peers.rank, packed)
         pool = Pool(planner, planning.workers if planning.lookahead else 0, planning.patience, self.stats, wish)
         share = planning.share_plans
@@ -436,6 +440,8 @@ def _peers(group: dist.ProcessGroup | None, cpu_group: dist.ProcessGroup | None,
 
     Raise ValueError if ``cpu_group`` does not have as many ranks as ``group``.
     """
+    if cpu_group is not None:
+        cpu_group = process_group(cpu_group, "Planning(cpu_group=...)")
     peers = Peers(cpu_group if cpu_group is not None else group, timeout)
     if cpu_group is not None and (group is None or dist.get_world_size(group) != peers.size):
         raise ValueError(f"cpu_group has {peers.size} ranks; make it of the same ranks as group, in the same order")

@@ -40,6 +40,12 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
+def check_telemetry(telemetry: Any) -> None:
+    """Raise ValueError unless ``telemetry`` is None or watches steps."""
+    if telemetry is not None and not hasattr(telemetry, "planning"):
+        raise ValueError(f"telemetry= is flexcp.Telemetry(...), or None; got {named_kind(telemetry)}")
+
+
 def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
     """Return how documents get their masks, from the Loader's arguments ``mask``, ``masks``, ``mask_fn`` and ``spans``.
 
@@ -58,13 +64,17 @@ def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
     if isinstance(spans, str):
         return Masks(spans_field=spans)
     if spans is not None:
+        if not _may_be_a_list(spans):
+            raise ValueError(
+                f"spans= is the name of a field, or a list with the spans of each document; got {named_kind(spans)}"
+            )
         return Masks(spans_by_number=spans)
     if masks is not None:
         _check_masks(masks)
         return Masks(named=masks)
     if mask is None or isinstance(mask, Mask):
         return Masks(one=mask or causal())
-    if not _may_be_masks(mask):
+    if not _may_be_a_list(mask):
         raise ValueError(f"mask= is a mask for all documents, or a list of one for each; {_instead('mask=', mask)}")
     return Masks(by_number=mask)
 
@@ -74,18 +84,20 @@ def _check_masks(masks: Any) -> None:
     wanted = "masks= is {'name': (mask, layers)}, with how many layers use each mask"
     if not isinstance(masks, Mapping):
         raise ValueError(f"{wanted}; got {named_kind(masks)}")
+    if not masks:
+        raise ValueError(f"{wanted}; got none")
     for name, value in masks.items():
         if not isinstance(value, tuple | list) or len(value) != 2:
             raise ValueError(f"{wanted}; got {value!r} for {name!r}: write {name!r}: (flexcp.causal(), 2) for 2 layers")
         mask, layers = value
         if not isinstance(layers, int | np.integer) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"{wanted}; got {layers!r} layers for {name!r}: pass a whole number of 1 or more")
-        if not isinstance(mask, Mask) and not _may_be_masks(mask):
+        if not isinstance(mask, Mask) and not _may_be_a_list(mask):
             raise ValueError(f"{wanted}; {_instead(f'{name!r}: (', mask, f', {layers})')}")
 
 
-def _may_be_masks(given: Any) -> bool:
-    """Return whether ``given`` may be a list of masks; each mask is checked later, together with its document."""
+def _may_be_a_list(given: Any) -> bool:
+    """Return whether ``given`` may be a list with a mask or spans for each document; these are checked later."""
     return hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, str | Mapping)
 
 

@@ -22,6 +22,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.data.setting_checks import (
+    check_field,
+    check_fields,
+    check_flag,
+    check_mapping,
+    check_seconds,
+    check_token_id,
+    check_tokens,
+    check_whole,
+)
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -66,6 +77,14 @@ class Samples:
     tree_by: str | None = None
     least_shared: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "labels", "tree_by"):
+            check_field(name, getattr(self, name))
+        check_fields("document_fields", self.document_fields)
+        check_token_id("ignore", self.ignore, "the label of tokens that do not count, a whole number")
+        check_token_id("pad_token", self.pad_token, "the token id of padded rows, a whole number")
+        check_whole("least_shared", self.least_shared, "a whole number of tokens, at least 1", 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
@@ -90,6 +109,8 @@ class Batches:
     def __post_init__(self) -> None:
         if self.max_length is not None:
             check_tokens("max_length", self.max_length)
+        check_flag("drop_last", self.drop_last)
+        check_flag("micro_batches", self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +140,11 @@ class Planning:
     follow_speeds: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("lookahead", self.lookahead), ("workers", self.workers)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
+        check_whole("lookahead", self.lookahead, "a count of steps, 0 or more", 0)
+        check_whole("workers", self.workers, "a count of processes, 0 or more", 0)
+        check_flag("share_plans", self.share_plans, None)
+        check_mapping("plan_options", self.plan_options, "{'tokens': 'equal'}")
+        check_seconds("patience", self.patience)
 
 
 Part = TypeVar("Part", Samples, Batches, Planning)
@@ -135,12 +158,6 @@ OLD_ARGUMENTS = {field.name: part for part, kind in KINDS.items() for field in f
 
 ``workers`` gives ``"planning"``.
 """
-
-
-def check_tokens(name: str, value: object) -> None:
-    """Raise ValueError unless ``value``, the argument ``name``, is a whole number; it may be 0 or negative."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
 
 
 def warn_of_old_arguments(old: Collection[str], known: Collection[str], stacklevel: int) -> None:
