@@ -210,7 +210,7 @@ def make_batch(
     Give either ``mask`` (one for all documents, or one per document; used by one layer) or
     ``masks={"name": (mask, layers), ...}``.
     """
-    array = _checked_lengths(lengths)
+    array = checked_lengths(lengths)
     if (mask is None) == (masks is None):
         raise ValueError("give either mask= or masks={'name': (mask, layers), ...}")
     named = {"mask": (mask, 1)} if masks is None else masks
@@ -261,7 +261,7 @@ def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) ->
     return LayerMask(name, layers, rules, first, slices)
 
 
-def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
+def checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
     """Return the document lengths as an array; raise ValueError if they are no positive integers of supported size."""
     try:
         given = np.asarray(lengths)

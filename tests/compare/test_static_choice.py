@@ -80,6 +80,11 @@ def test_a_document_that_fits_no_run_is_refused() -> None:
         choose_static([400], max_tokens_per_rank=4096, dealing="chance", **SETTING)
     with pytest.raises(ValueError, match="choose_static chooses the strategy; drop strategy='dp'"):
         choose_static([400], max_tokens_per_rank=4096, strategy="dp", **SETTING)
+    for lengths in (3, None, ["8"], []):
+        with pytest.raises(ValueError, match="lengths must be"):
+            choose_static(lengths, max_tokens_per_rank=64, heads=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_tokens_per_rank is how many tokens .*; got None"):
+        choose_static([8], max_tokens_per_rank=None, heads=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1; got 0"):
         choose_static([400], max_tokens_per_rank=4096, batches=0, **SETTING)
 

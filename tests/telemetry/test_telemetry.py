@@ -235,7 +235,12 @@ def test_scalars_reach_tensorboard_once_a_step(tmp_path: Path) -> None:
         ({"keep": 0}, "keep is a whole number of at least 1; got 0"),
         ({"check_every": -1}, "check_every is a whole number of at least 0; got -1"),
         ({"check_rows": 0.5}, "check_rows is a whole number of at least 1; got 0.5"),
-        ({"stall": 0}, "stall is a number of seconds above 0"),
+        ({"keep": True}, "keep is a whole number of at least 1; got True"),
+        ({"stall": 0}, "stall is a number of seconds above 0 and at most 10,000,000; got 0; None watches nothing"),
+        ({"stall": "60"}, "stall is a number of seconds above 0 .*; got '60'"),
+        ({"nan_check": "no"}, "nan_check is True or False; got 'no'"),
+        ({"seed": None}, "seed is a whole number; got None"),
+        ({"dump_dir": 3}, "dump_dir is a folder, or None for no dumps; got 3"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any], words: str) -> None:

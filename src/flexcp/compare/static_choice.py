@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexcp.batch import MaskLike, make_batch
+from flexcp.batch import MaskLike, checked_lengths, make_batch
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, compare_batches
 from flexcp.data.lengths import batch_tokens, cut_batches
+from flexcp.io.setting_checks import check_whole
 from flexcp.masks import causal
 from flexcp.planner import Planner
 from flexcp.planners.request import Request
@@ -72,11 +73,12 @@ def choose_static(
     """
     if "strategy" in planner:
         raise ValueError(f"choose_static chooses the strategy; drop strategy={planner['strategy']!r}")
-    if not isinstance(batches, int) or batches < 1:
-        raise ValueError(f"batches is how many batches to look at, at least 1; got {batches!r}")
+    check_whole("batches", batches, "how many batches to look at, at least 1", 1)
+    check_whole("max_tokens_per_rank", max_tokens_per_rank, "how many tokens a rank keeps at most, at least 1", 1)
+    lengths = checked_lengths(lengths).tolist()
     asked = Planner(**planner, max_tokens_per_rank=max_tokens_per_rank)
     ranks = asked.cluster.ranks
-    if max(lengths, default=0) > max_tokens_per_rank * ranks:
+    if max(lengths) > max_tokens_per_rank * ranks:
         raise ValueError(
             f"a document of {max(lengths):,} tokens is more than {ranks} ranks keep with "
             f"max_tokens_per_rank={max_tokens_per_rank}; raise the cap, use more ranks, or cut the document"

@@ -41,6 +41,7 @@ from flexcp.data.loader_settings import (
     Batches,
     Planning,
     Samples,
+    check_tokens,
     warn_of_old_arguments,
     with_old_arguments,
 )
@@ -58,7 +59,6 @@ from flexcp.data.reading.read_source import ReadSource
 from flexcp.data.reading.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.reading.samples import LABELS, TOKENS, Fields, Sample
 from flexcp.data.reading.sources import Reading
-from flexcp.data.setting_checks import check_flag, check_tokens, check_whole
 from flexcp.data.speeds.corrections import Correction, read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
@@ -67,6 +67,7 @@ from flexcp.executor.bind import bind, cannot_bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
 from flexcp.io.plain_values import shown
+from flexcp.io.setting_checks import check_flag, check_whole
 from flexcp.masks import Mask
 from flexcp.plan.sequences import saved_tokens
 

@@ -22,16 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.data.setting_checks import (
-    check_field,
-    check_fields,
-    check_flag,
-    check_mapping,
-    check_seconds,
-    check_token_id,
-    check_tokens,
-    check_whole,
-)
+from flexcp.io.plain_values import shown
+from flexcp.io.setting_checks import check_flag, check_mapping, check_seconds, check_whole
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,10 +71,10 @@ class Samples:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "labels", "tree_by"):
-            check_field(name, getattr(self, name))
-        check_fields("document_fields", self.document_fields)
-        check_token_id("ignore", self.ignore, "the label of tokens that do not count, a whole number")
-        check_token_id("pad_token", self.pad_token, "the token id of padded rows, a whole number")
+            _check_field(name, getattr(self, name))
+        _check_fields("document_fields", self.document_fields)
+        _check_token_id("ignore", self.ignore, "the label of tokens that do not count, a whole number")
+        _check_token_id("pad_token", self.pad_token, "the token id of padded rows, a whole number")
         check_whole("least_shared", self.least_shared, "a whole number of tokens, at least 1", 1)
 
 
@@ -158,6 +150,37 @@ OLD_ARGUMENTS = {field.name: part for part, kind in KINDS.items() for field in f
 
 ``workers`` gives ``"planning"``.
 """
+
+
+def check_tokens(name: str, value: object) -> None:
+    """Raise ValueError unless ``value``, the argument ``name``, is a whole number; it may be 0 or negative."""
+    check_whole(name, value, "a whole number of tokens")
+
+
+def _check_field(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is the name of a field of samples, or None."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} is the name of a field of the samples, or None; got {shown(value)}")
+
+
+def _check_fields(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a collection of names of fields."""
+    if isinstance(value, str):
+        raise ValueError(f"{name} is a list of names of fields; got {shown(value)}: write {name}=[{shown(value)}]")
+    if not isinstance(value, Sequence | set | frozenset) or not all(isinstance(x, str) for x in value):
+        raise ValueError(f"{name} is a list of names of fields of the samples; got {shown(value)}")
+
+
+def _check_token_id(name: str, value: object, what: str) -> None:
+    """Raise ValueError unless ``value`` is a whole number of 64 bits; for None, say that any id will do.
+
+    Tokenizers without a padding token have the id None for it.
+    """
+    if value is None:
+        raise ValueError(f"{name} is {what}; got None: pass a number, such as the id of the end-of-text token")
+    check_whole(name, value, what)
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"{name} is {what} of 64 bits; got {value}")
 
 
 def warn_of_old_arguments(old: Collection[str], known: Collection[str], stacklevel: int) -> None:

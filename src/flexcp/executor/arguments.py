@@ -14,14 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.io.setting_checks import MOST_SECONDS
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-MOST_SECONDS = 10_000_000
-"""The most seconds of a time limit that is given as a number, a third of a year.
-
-torch's stores count milliseconds, so a limit cannot be infinite.
-"""
 
 
 def named_kind(x: object) -> str:
@@ -115,7 +111,7 @@ def refuse_unsigned(labels: Tensor, place: str) -> None:
         )
 
 
-def check_whole(name: str, x: object) -> None:
+def check_int(name: str, x: object) -> None:
     """Raise ValueError unless ``x``, given as the keyword ``name``, is an int (and not a bool)."""
     if not isinstance(x, int) or isinstance(x, bool):
         raise ValueError(f"{name}= is a whole number; got {named_kind(x)}")
@@ -175,7 +171,7 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
         if not isinstance(x, bool):
             raise ValueError(f"{name}= is True or False; got {named_kind(x)}")
     if sm_margin is not None:
-        check_whole("sm_margin", sm_margin)
+        check_int("sm_margin", sm_margin)
     if isinstance(sm_margin, int) and sm_margin < 0:
         raise ValueError(f"sm_margin= is how many multiprocessors to leave free, 0 or more; got {sm_margin}")
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flexcp.executor import local_rows, step_mistakes
 from flexcp.executor.arguments import (
+    check_int,
     check_number,
     check_rows,
     check_stream,
-    check_whole,
     check_whole_numbers,
     device_of,
     is_mean,
@@ -169,7 +169,7 @@ class Step:
         NotImplementedError for documents that branch.
         """
         refuse_branches(self.plan.batch, "step.roll knows")
-        check_whole("shift", shift)
+        check_int("shift", shift)
         check_number("fill", fill)
         self._check_rows(local, "step.roll")
         return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
@@ -388,7 +388,7 @@ class Step:
         """Return the label of rows without a label: the one given, else this step's own."""
         if ignore is None:
             return self.ignore
-        check_whole("ignore", ignore)
+        check_int("ignore", ignore)
         return ignore
 
     def note_call(self) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from flexcp.executor.arguments import check_whole
+from flexcp.executor.arguments import check_int
 from flexcp.executor.losses.averaging import Replicas, fsdp_reduction
 from flexcp.executor.step import Step
 
@@ -57,7 +57,7 @@ def sum_gradients(model: nn.Module, replicas: int | None = None) -> None:
 
 def _check_replicas(modules: Sequence[FSDPModule], replicas: int) -> None:
     """Raise ValueError unless ``replicas`` is an integer above 0 that divides the ranks of each sharded module."""
-    check_whole("replicas", replicas)
+    check_int("replicas", replicas)
     for module in modules:
         # The attribute is private; a release without it only loses the check.
         for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):

@@ -1,1 +1,1 @@
-"""Files and terminals: JSON from users, atomic writes, folders that only the user can write, safe terminal text."""
+"""Files, terminals and settings: JSON from users, atomic writes, private folders, safe text, values of a wrong kind."""

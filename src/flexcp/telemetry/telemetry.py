@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ from torch import Tensor
 
 from flexcp.executor.kernels import Settings
 from flexcp.io.atomic_files import write_whole
+from flexcp.io.plain_values import shown
+from flexcp.io.setting_checks import check_flag, check_seconds, check_whole
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import write_dump
 from flexcp.telemetry.finite import FiniteWatch
@@ -77,10 +80,13 @@ class Telemetry:
         seed: int = 0,
     ) -> None:
         for name, value, least in (("keep", keep, 1), ("check_every", check_every, 0), ("check_rows", check_rows, 1)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number of at least {least}; got {value!r}")
-        if stall is not None and not stall > 0:
-            raise ValueError(f"stall is a number of seconds above 0, or None for no watch; got {stall!r}")
+            check_whole(name, value, f"a whole number of at least {least}", least)
+        check_whole("seed", seed, "a whole number")
+        check_flag("nan_check", nan_check)
+        if stall is not None:
+            check_seconds("stall", stall, "; None watches nothing")
+        if dump_dir is not None and not isinstance(dump_dir, str | PathLike):
+            raise ValueError(f"dump_dir is a folder, or None for no dumps; got {shown(dump_dir)}")
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self.check_every, self.check_rows, self.seed = check_every, check_rows, seed
         self.dumps: list[Path] = []
