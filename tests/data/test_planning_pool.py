@@ -6,6 +6,7 @@ Processes misbehave on purpose, as files in a folder tell them (see ``misbehavin
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -100,6 +101,45 @@ def test_a_worker_without_memory_is_replaced_with_a_warning(tmp_path: Path) -> N
     ):
         assert [batch.samples.tolist() for batch in data] == EXPECTED
     assert data.stats.deaths == 1 and data.stats.planned_ahead == len(EXPECTED)
+
+
+def test_processes_that_cannot_be_started_are_not_counted_as_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def refused(*_: Any, **__: Any) -> Any:
+        tries.append(len(tries))
+        if len(tries) <= refusals:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return start(*_, **__)
+
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    refusals = 2
+    with (
+        loader(tmp_path) as data,
+        pytest.warns(RuntimeWarning, match=r"could not be started \(.*Too many open files\); it is tried again"),
+    ):
+        assert [b.samples.tolist() for b in data] == EXPECTED
+    assert data.stats.deaths == 0 and len(tries) == 3
+    refusals = 1000
+    with loader(tmp_path) as data, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(PlanningError, match=r"could not be started .*Too many open files.*Planning\(workers=0\)"):
+            next(iter(data))
+
+
+def test_planner_processes_start_in_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the first entry of ``sys.path`` is the current folder, "", which is then nowhere."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend("")
+    folder.rmdir()
+    with loader(tmp_path) as data:
+        assert [b.samples.tolist() for b in data] == EXPECTED
+    assert data.stats.planned_ahead == len(EXPECTED)
 
 
 def test_a_plan_that_needs_more_memory_than_there_is_is_an_error(tmp_path: Path) -> None:

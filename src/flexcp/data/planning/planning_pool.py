@@ -29,6 +29,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -81,7 +82,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         life_read, life_write = os.pipe()
         try:
-            path = json.dumps([os.path.abspath(p) for p in sys.path])
+            path = json.dumps(_search_path())
             command = [sys.executable, "-c", START, path, str(theirs.fileno()), str(life_read)]
             # The worker has a session of its own, so that Ctrl-C in a terminal interrupts only the training process;
             # the worker ends when the lifeline closes.
@@ -337,7 +338,8 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
             what, seconds, value = worker.plan(job)
             parts, error = (unpacked(value), None) if what == "parts" else (None, str(value))
         except (EOFError, ConnectionError, OSError) as lost:
-            how = f"{lost}" if worker is None else _ending(worker.end())
+            started = worker is not None
+            how = f"could not be started ({lost})" if worker is None else _ending(worker.end())
             worker = None
             with shared.change:
                 shared.at_work.pop(number, None)
@@ -345,11 +347,15 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
                     return None
                 job.deaths += ready
                 job.false_starts += not ready
-                shared.stats.deaths += 1
-                shared.notes.append(f"a planner process {how} over step {job.key}; another process repeats the step")
+                shared.stats.deaths += started
+                over = f" over step {job.key}; another process repeats the step" if started else "; it is tried again"
+                shared.notes.append(f"a planner process {how}{over}")
             if job.deaths < TRIES and job.false_starts < STARTS:
                 continue
-            error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"
+            if started:
+                error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"
+            else:
+                error = f"a planner process {how}; to plan in the training process, use planning=Planning(workers=0)"
         except Exception as failure:  # if the thread ended here, the training loop would wait for the job for ever
             error = f"{failure}"
         with shared.change:
@@ -361,6 +367,18 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
             shared.change.notify_all()
         break
     return worker
+
+
+def _search_path() -> list[str]:
+    """Return ``sys.path`` as absolute paths, for a process that may be in another folder.
+
+    Relative entries are left out if the current folder does not exist any more, as nothing can be imported from them.
+    """
+    found = []
+    for entry in sys.path:
+        with suppress(FileNotFoundError):
+            found.append(os.path.abspath(entry))
+    return found
 
 
 def _at_work(shared: _Shared, number: int, worker: _Worker, job: Job) -> None:
