@@ -277,6 +277,20 @@ def test_numba_may_compile_all_anew(source: Path, caplog: pytest.LogCaptureFixtu
     assert module.total.stats.cache_path == str(kept(source.parent / "__pycache__")[0].parent)
 
 
+def test_sources_that_cannot_be_read_are_compiled_in_every_process(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an archive: without a digest of the sources, code of another version could be taken."""
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (_ for _ in ()).throw(NotADirectoryError(path)))
+    module = fresh(source)
+    with caplog.at_level(logging.WARNING, logger="flexcp.compile"):
+        assert module.total(VALUES) == TOTAL
+    assert module.total.stats.cache_path == ""
+    assert "lost with this process: the sources cannot be read" in caplog.text
+    monkeypatch.undo()
+    assert not kept(source.parent / "__pycache__")
+
+
 def test_leaves_are_kept_too(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     source.write_text(LEAVES)
     assert records(caplog, source) == BOTH

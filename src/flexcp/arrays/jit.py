@@ -158,7 +158,7 @@ class Kept:
     @property
     def cache_path(self) -> str:
         """The folder that is tried first, for Numba's statistics."""
-        return str(_folders(self.source)[0])
+        return str(next(iter(_folders(self.source)), ""))
 
     def flush(self) -> None:
         """Do nothing: Numba calls this before it recompiles everything, and files are then replaced."""
@@ -213,7 +213,10 @@ def cache_folders() -> tuple[Path, ...]:
 
 @cache
 def _folders(source: Path) -> tuple[Path, ...]:
-    """Return the folders in which compiled code of a source file may be kept, in the order of preference."""
+    """Return the folders in which compiled code of a source file may be kept, in the order of preference.
+
+    There are none if the sources cannot be read: without their digest, code of another version could be taken.
+    """
     found = [source.parent / "__pycache__"]
     given = getattr(numba.config, "CACHE_DIR", "")
     if given:
@@ -221,7 +224,12 @@ def _folders(source: Path) -> tuple[Path, ...]:
     home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
     if home.is_absolute():  # without a home folder, "~" is not replaced
         found.append(home / "flexcp")
-    return tuple(folder / f"flexcp-{_digest(source)}" for folder in found)
+    try:
+        digest = _digest(source)
+    except OSError as error:  # the sources are in an archive, or were not installed
+        LOGGER.warning("compiled loops are lost with this process: the sources cannot be read (%s)", error)
+        return ()
+    return tuple(folder / f"flexcp-{digest}" for folder in found)
 
 
 @cache
