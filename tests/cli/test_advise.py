@@ -653,7 +653,7 @@ def test_options_that_trees_do_not_use_are_refused(tmp_path: Path) -> None:
     [
         ('{"text": "a"}', ["documents.jsonl, line 1", "--tokenizer"]),
         ('{"body": 3}', ["no field input_ids", "it has body", "--field"]),
-        ("[1, 2]\nnot", ["documents.jsonl, line 2 is no JSON"]),
+        ("[1, 2]\nnot", ["documents.jsonl, line 2: not JSON, or cut off"]),
         ("\n0", ["documents.jsonl, line 2", "0 is no document"]),
         ("true", ["True is no document"]),
         ('{"input_ids": [[1, 2, 3]]}', ["documents.jsonl, line 1", "a list of lists", "without a batch dimension"]),

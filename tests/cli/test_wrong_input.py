@@ -101,7 +101,7 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
                 [*base, "--model", "meta-llama/Llama-3.1-8B"],
                 ["nothing is downloaded"],
             )
-            yield f"{name}: a model that is no JSON", [*base, "--model", "words"], ["words is no JSON"]
+            yield f"{name}: a model that is no JSON", [*base, "--model", "words"], ["words: not JSON, or cut off"]
             yield f"{name}: a folder without a model", [*base, "--model", "."], ["config.json"]
             yield (
                 f"{name}: a model without a type",

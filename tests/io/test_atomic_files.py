@@ -61,6 +61,14 @@ def test_a_pipe_is_written_through_its_link() -> None:
         os.close(into)
 
 
+def test_a_file_that_stdout_goes_to_is_written_in_turn(tmp_path: Path) -> None:
+    code = "from flexcp.io.atomic_files import write_whole; print(1); write_whole('/dev/stdout', '2\\n'); print(3)"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with (tmp_path / "log").open("wb") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, env=buffered, check=True, timeout=60)
+    assert (tmp_path / "log").read_text() == "1\n2\n3\n"
+
+
 def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     write_whole(tmp_path / "link", "text")

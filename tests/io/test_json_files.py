@@ -118,3 +118,9 @@ def test_a_mask_file_of_wrong_slices_is_named(
     file = tmp_path / "mask.json"
     file.write_text('{"documents": [{"length": 40, "slices": [[0, 99, 0, 99, null, null]]}]}')
     assert str(file) in said([word.format(file) for word in DOORS["mask"]], monkeypatch, capsys)
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(b'\xef\xbb\xbf{"number": 3}')
+    assert read_json(file, "cost model", "write one") == {"number": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import sys
 
 import typer
@@ -73,6 +74,7 @@ def run() -> None:
 
     Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted, 143 terminated.
     """
+    _open_standard_streams()
     gc.set_threshold(COLLECT_EVERY)
     with interrupted_by_sigterm() as heard:
         code = _code()
@@ -81,6 +83,22 @@ def run() -> None:
     if code > 128:
         print(f"flexcp: {'terminated' if heard else 'interrupted'}", file=sys.stderr)
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Connect stdin, stdout and stderr to ``/dev/null`` where the caller has closed them.
+
+    Otherwise the next file that is opened gets their descriptor, and messages for them would be written into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest descriptor that is free, which is this one
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
 
 
 def _code() -> int:

@@ -240,8 +240,11 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def is_lengths_file(text: str) -> bool:
-    """Return whether a text form of lengths names a file: it begins with ``@``, or a file of that name exists."""
-    return text.startswith("@") or (not text.isdigit() and _is(text, Path.is_file))
+    """Return whether a text form of lengths names a file: it begins with ``@``, or a file of that name exists.
+
+    A pipe is a file here.
+    """
+    return text.startswith("@") or (not text.isdigit() and _is(text, Path.exists) and not _is(text, Path.is_dir))
 
 
 def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:

@@ -1,13 +1,15 @@
 """Atomic files: write a file completely or not at all.
 
 The content is written to a file of another name beside the target, which is then renamed to the target. If anything
-fails (a full disk, Ctrl-C), that file is removed and the target is unchanged. A device or a pipe (``/dev/stdout``) is
-written directly.
+fails (a full disk, Ctrl-C), that file is removed and the target is unchanged. A device or a pipe is written directly,
+and so is a file that this process's stdout or stderr goes to (``--save /dev/stdout >> log``): a new file in its place
+would take away what was written before, and what the stream writes afterwards.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +18,16 @@ from pathlib import Path
 def write_whole(path: Path | str, content: bytes | str) -> None:
     """Write a file completely or not at all; raise an OSError that names ``path`` if it cannot be written.
 
-    Text is written as UTF-8. A device or a pipe is written directly.
+    Text is written as UTF-8. A device, a pipe, or a file that stdout or stderr goes to, is written directly.
     """
     data = content.encode() if isinstance(content, str) else content
     given = Path(path)
     target = Path(os.path.realpath(path))  # if path is a link, the file it points to is replaced, and not the link
     try:
+        stream = stream_to(given)
+        if stream is not None:
+            _append(stream, data)
+            return
         if given.exists() and not given.is_file():  # asked of the link itself: what one to a pipe names does not exist
             given.write_bytes(data)
             return
@@ -35,3 +41,21 @@ def write_whole(path: Path | str, content: bytes | str) -> None:
             raise
     except OSError as error:  # the original error names the temporary file, or none
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def stream_to(path: Path) -> int | None:
+    """Return the descriptor of stdout or stderr if that goes to the file ``path``, else None."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # there is no such file, or the stream is closed
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _append(descriptor: int, data: bytes) -> None:
+    """Write to stdout or stderr, after what Python has still to write to them."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)

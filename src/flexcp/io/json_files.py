@@ -23,7 +23,7 @@ def read_json(path: Path | str, what: str, hint: str) -> Any:
     it ends with ``hint``, which says what to do.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ValueError(f"cannot read a {what} from {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -45,7 +45,7 @@ def json_line(line: str, where: str, checked: bool = False) -> Any:
             return json.loads(line, parse_int=_integer, parse_float=_number, parse_constant=_constant)
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {complaint(error)}") from None
+        raise ValueError(f"{where}: {complaint(error)}") from None
 
 
 def complaint(error: ValueError | RecursionError) -> str:

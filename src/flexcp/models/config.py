@@ -63,7 +63,7 @@ def config_values(path: Path) -> Mapping[str, Any]:
     try:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"{file} has {file.stat().st_size:,} bytes; no {FILE} of a model is that large")
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"cannot read a model from {file}: {error.strerror}") from None
     except UnicodeDecodeError:

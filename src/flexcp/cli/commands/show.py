@@ -48,10 +48,12 @@ def show(file: File, check: Check = False, html: Html = None, as_json: Json = Fa
 
 def _read(path: Path) -> bytes:
     try:
-        if not path.is_file():
+        if not path.is_file() and not path.is_fifo():
             raise ValueError(f"{path} is no file; name one written by flexcp plan --save")
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; no plan is larger than {LARGEST}")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise ValueError(f"{path} has more than {LARGEST} bytes; no plan is that large")
+        return data
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None

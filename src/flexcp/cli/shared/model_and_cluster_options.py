@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,7 +37,8 @@ class HeadsOptions(OptionGroup):
     @property
     def told(self) -> dict[str, int]:
         """The numbers that were given, by name: ``{"heads": 32}``; ``model`` is not among them."""
-        return {name: value for name, value in vars(self).items() if name != "model" and value is not None}
+        others = ("model", "_found")
+        return {name: value for name, value in vars(self).items() if name not in others and value is not None}
 
     @property
     def flags(self) -> str:
@@ -45,14 +47,17 @@ class HeadsOptions(OptionGroup):
 
     def whole(self) -> Preset | None:
         """Return the model that ``--model`` names, or None without it; raise ValueError if numbers are given, too."""
-        from flexcp.models.find import find_model
-
-        if self.model is None:
-            return None
-        found = find_model(self.model)
-        if self.told:
+        found = self._found
+        if found is not None and self.told:
             raise ValueError(f"--model {self.model} brings its own sizes; drop {self.flags}, or drop --model")
         return found
+
+    @cached_property
+    def _found(self) -> Preset | None:
+        """What ``--model`` names. Its file is read once: it may be a pipe, or change while a command runs."""
+        from flexcp.models.find import find_model
+
+        return None if self.model is None else find_model(self.model)
 
     def attention(self, default: tuple[int, int, int]) -> Shape:
         """Return the attention shape of the model or, without one, of the given numbers.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexcp.io.atomic_files import stream_to
+
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
 
@@ -39,10 +41,16 @@ def writable(path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    if not path.absolute().parent.is_dir():
+    try:
+        parent = path.absolute().parent
+    except FileNotFoundError:
+        raise ValueError(f"cannot write {path}: the current folder does not exist any more") from None
+    if not parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder")
+    if stream_to(path) is not None:
+        return path
     # A file is written under another name first; a device or a pipe is written directly.
     written = path if path.exists() and not path.is_file() else path.resolve().parent
     if not os.access(written, os.W_OK):

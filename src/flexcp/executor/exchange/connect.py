@@ -84,6 +84,6 @@ class _Line:
         self.begin = time.monotonic()
 
     def __call__(self, done: int, everyone: int) -> None:
-        if sys.stderr.isatty() and time.monotonic() - self.begin > 1:
+        if sys.stderr is not None and sys.stderr.isatty() and time.monotonic() - self.begin > 1:
             end = "\n" if done == everyone else ""
             print(f"\rflexcp: connected {done} of {everyone} peers", end=end, file=sys.stderr, flush=True)
