@@ -68,8 +68,10 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "MagiAttention's weak scaling, published and simulated",
             "`python benchmarks/magi.py`. TFLOP/s a GPU on web documents, 64 / 8 heads, 8,192 tokens a GPU, H100. "
             "`minheap` is the way MagiAttention deals chunks to ranks, every key straight from its owner; with its "
-            "native collectives and measured links [it is nearer](published.md), but not within 10 % at 64 GPUs. Until "
-            "it is, no speed-up over MagiAttention is stated.",
+            "native collectives and measured links [it is nearer](published.md) up to 32 GPUs, and farther off at 64. "
+            "Until it is within 10 % everywhere, no speed-up over MagiAttention is stated. [Published "
+            "figures](published.md) simulates cells of this page with other links, kernels and batches; its numbers "
+            "differ.",
             lambda: magi.weak_scaling(1 if quick else 5),
         ),
         (

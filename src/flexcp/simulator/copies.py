@@ -52,7 +52,7 @@ Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
 """The speed of copies, per mille of a memory's nominal speed.
 
-Measured on an H200 (4,800 GB/s): 3,490 to 4,070 GB/s, read and written together, for pieces of 16,384 tokens packed,
+Measured on an H200 (4,800 GB/s): 3,440 to 4,070 GB/s, read and written together, for pieces of 16,384 tokens packed,
 laid and added (benchmarks/packing_gpu.py, docs/results/communication.md).
 """
 

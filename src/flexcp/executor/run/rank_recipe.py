@@ -1,6 +1,6 @@
 """Rank recipe: everything that one rank needs to run a plan, derived ahead of time as integers, without torch.
 
-A rank derives its programs, calls, memory and rows from the plan. That takes some milliseconds, or up to a tenth of a
+A rank derives its programs, calls, memory and rows from the plan. That takes some milliseconds, or up to a sixth of a
 second with many ranks. The result depends on nothing but the plan and the rank, so a planner process derives it right
 after planning (:mod:`flexcp.data.planning.worker`), and the training process binds a step with it. A step without a
 recipe derives the same things on first use.

@@ -37,7 +37,7 @@ LISTS_IN_STEP = 96 << 20
 """From how many bytes of dq on programs add to it in step (:attr:`CuteWork.in_step`), if other lists may add to it too.
 
 On an H200 this took up to 12 % less time with 96 to 128 MiB of dq and long documents. A launch to whose dq nothing else
-adds took 0 to 14 % more time in step.
+adds took up to 16 % more time in step.
 """
 LONGEST_PART = 1024
 """The most blocks of a part of a tile of keys, if programs add to dq in step."""
