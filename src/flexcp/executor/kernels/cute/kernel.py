@@ -2,7 +2,7 @@
 
 It has the interface of :mod:`flexcp.executor.kernels`. This file launches the functions of
 :mod:`flexcp.executor.kernels.cute.compiled` on the tables of :class:`~flexcp.executor.kernels.cute.work.CuteWork`; a
-launch costs the host about ten microseconds. ``deterministic`` gradients are computed by the hopper kernel, because
+launch costs the host about 20 microseconds. ``deterministic`` gradients are computed by the hopper kernel, because
 here dq is added to memory in any order.
 """
 
