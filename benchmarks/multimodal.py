@@ -314,8 +314,8 @@ def page(console: Console, measure: bool) -> str:
             + "\n"
         )
     lines += [
-        f"Measured: attention of one layer of each part, forward and backward, {MEASURED_RANKS} gloo ranks of this "
-        f"machine, lengths divided by {SHRINK}, median of {REPEATS}.",
+        f"Measured on {date.today()}: attention of one layer of each part, forward and backward, {MEASURED_RANKS} gloo "
+        f"ranks of this machine, lengths divided by {SHRINK}, median of {REPEATS}.",
         "",
         "| lengths | strategy | seconds | gain over zigzag |",
         "| --- | --- | --- | --- |",
