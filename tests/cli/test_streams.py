@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,22 @@ def command(*words: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-m", "flexcp", *words], timeout=300, **options)
 
 
-def piped(content: bytes) -> str:
-    """Return the path of a pipe that another thread fills with the content."""
+@contextmanager
+def piped(content: bytes) -> Iterator[str]:
+    """The path of a pipe that another thread fills with the content."""
     out, into = os.pipe()
 
     def fill() -> None:
         with os.fdopen(into, "wb") as file:
             file.write(content)
 
-    threading.Thread(target=fill, daemon=True).start()
-    return f"/dev/fd/{out}"
+    filling = threading.Thread(target=fill)
+    filling.start()
+    try:
+        yield f"/dev/fd/{out}"
+    finally:
+        filling.join()
+        os.close(out)
 
 
 def printed(*words: str) -> str:
@@ -65,17 +73,29 @@ def test_a_plan_saved_to_stdout_joins_what_the_log_holds(tmp_path: Path, mode: s
     assert saved.read_bytes() in content and text.splitlines()[0].encode() in content
 
 
+def without_streams(*words: str) -> int:
+    """Run flexcp in a process with closed stdout and stderr; return its exit code."""
+    shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-m", "flexcp"]
+    return subprocess.run([*shell, *words], timeout=300).returncode
+
+
 def test_closed_streams_lose_messages_and_nothing_else(tmp_path: Path) -> None:
     """Python's own stderr is None then, and a file that is opened first gets the descriptor."""
-
-    def without_streams() -> None:
-        os.close(1)
-        os.close(2)
-
     saved = tmp_path / "a.plan"
-    assert command(*PLAN, "--save", str(saved), preexec_fn=without_streams).returncode == 0
+    assert without_streams(*PLAN, "--save", str(saved)) == 0
     assert load_plan(saved.read_bytes()).ranks == 2
-    assert command("plan", "--lengths", "0", preexec_fn=without_streams).returncode == 2
+    assert without_streams("plan", "--lengths", "0") == 2
+
+
+def test_processes_of_a_command_without_streams_have_them(tmp_path: Path) -> None:
+    inside = "import os; open(sys.argv[1], 'w').write(str([os.fstat(n).st_rdev for n in range(3)]))"
+    code = (
+        "import subprocess, sys; from flexcp.cli.main import _open_standard_streams; _open_standard_streams();"
+        f'subprocess.run([sys.executable, "-c", "import sys; {inside}", sys.argv[1]], check=True)'
+    )
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, str(tmp_path / "found")]
+    assert subprocess.run(shell, timeout=60).returncode == 0
+    assert (tmp_path / "found").read_text() == str([os.stat(os.devnull).st_rdev] * 3)
 
 
 def test_a_file_for_a_folder_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +111,18 @@ def test_a_file_for_a_folder_that_is_gone_is_refused(tmp_path: Path, monkeypatch
 def test_inputs_may_be_pipes(tmp_path: Path) -> None:
     saved, config = tmp_path / "a.plan", tmp_path / "config.json"
     text = printed(*PLAN, "--save", str(saved))
-    assert printed("show", piped(saved.read_bytes())) == text
-    others = PLAN[3:]
-    assert printed("plan", "--lengths", piped(b"300\n40\n1\n"), *others) == text
+    with piped(saved.read_bytes()) as pipe:
+        assert printed("show", pipe) == text
+    with piped(b"300\n40\n1\n") as pipe:
+        assert printed("plan", "--lengths", pipe, *PLAN[3:]) == text
     config.write_text(json.dumps(CONFIG))
     # With a byte order mark, which some editors write. The name of the file is part of the plan's hash.
-    found = printed(*PLAN, "--model", piped(b"\xef\xbb\xbf" + config.read_bytes()))
+    with piped(b"\xef\xbb\xbf" + config.read_bytes()) as pipe:
+        found = printed(*PLAN, "--model", pipe)
     assert "4 / 2 heads of 64" in found
     assert found.partition(": ")[2] == printed(*PLAN, "--model", str(config)).partition(": ")[2]
 
 
 def test_a_pipe_without_lengths_is_not_called_missing() -> None:
-    with pytest.raises(ValueError, match="holds no lengths; it should hold one number a line"):
-        CliRunner().invoke(app, ["plan", "--lengths", piped(b""), "--ranks", "2"], catch_exceptions=False)
+    with piped(b"") as pipe, pytest.raises(ValueError, match="holds no lengths; it should hold one number a line"):
+        CliRunner().invoke(app, ["plan", "--lengths", pipe, "--ranks", "2"], catch_exceptions=False)

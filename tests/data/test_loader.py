@@ -393,7 +393,7 @@ def test_a_seed_is_an_order_everywhere() -> None:
 
 def test_settings_may_be_numbers_of_numpy_and_a_seed_one_of_torch() -> None:
     for seed, same in ((np.int64(3), 3), ((1 << 64) - 1, -1)):
-        options = arguments(budget=BUDGET, shuffle=np.True_, seed=seed, lookahead=np.int64(2))
+        options = arguments(budget=BUDGET, shuffle=np.True_, seed=seed, lookahead=np.int64(2), patience=np.float32(60))
         with Loader(Numbered(known=True), planner(1), **options) as data:
             state = json.loads(json.dumps(data.state_dict()))
             found = [n for b in data for n in b.samples]
@@ -572,6 +572,8 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"document_fields": None}, "document_fields is a list of names of fields of the samples; got None"),
         ({"pad_token": None}, "pad_token is .*; got None: pass a number, such as the id of the end-of-text token"),
         ({"pad_token": 0.5}, "pad_token is the token id of padded rows, a whole number; got 0.5"),
+        ({"ignore": None}, "ignore is .*; got None: pass a number, such as -100"),
+        ({"telemetry": flexcp.Telemetry}, r"telemetry= is flexcp\.Telemetry\(\.\.\.\), or None; got a type"),
         ({"ignore": "none"}, "ignore is the label of tokens that do not count, a whole number; got 'none'"),
         ({"least_shared": 0}, "least_shared is a whole number of tokens, at least 1; got 0"),
         ({"drop_last": "yes"}, "drop_last is True or False; got 'yes'"),

@@ -119,7 +119,7 @@ def test_processes_that_cannot_be_started_are_not_counted_as_dead(
     refusals = 2
     with (
         loader(tmp_path) as data,
-        pytest.warns(RuntimeWarning, match=r"could not be started \(.*Too many open files\); it is tried again"),
+        pytest.warns(RuntimeWarning, match=r"could not be started \(.*Too many open files\); another start is tried"),
     ):
         assert [b.samples.tolist() for b in data] == EXPECTED
     assert data.stats.deaths == 0 and len(tries) == 3

@@ -165,8 +165,8 @@ def _cluster() -> Any:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ["config.json: "]),
-        ("[" * 100_000, ["config.json: "]),
+        ("", ["config.json: not JSON, or cut off"]),
+        ("[" * 100_000, ["config.json: it is nested too deep"]),
         ("[1]", ["holds a list"]),
         ("{}", ["has no model_type", '"model_type": "llama"', "--heads"]),
         (json.dumps({k: v for k, v in QWEN.items() if k != "model_type"}), ["has no model_type"]),

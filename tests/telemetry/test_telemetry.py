@@ -229,6 +229,11 @@ def test_scalars_reach_tensorboard_once_a_step(tmp_path: Path) -> None:
     assert expected["flexcp/planning_wait_ms"] > 0 and expected["flexcp/compute_ms"] > 0
 
 
+def test_settings_may_be_numbers_of_numpy() -> None:
+    made = flexcp.Telemetry(keep=np.int64(3), stall=np.float32(60), check_every=np.int64(2))  # type: ignore[arg-type]
+    assert made._steps.maxlen == 3 and type(made._stall) is float
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -236,10 +241,11 @@ def test_scalars_reach_tensorboard_once_a_step(tmp_path: Path) -> None:
         ({"check_every": -1}, "check_every is a whole number of at least 0; got -1"),
         ({"check_rows": 0.5}, "check_rows is a whole number of at least 1; got 0.5"),
         ({"keep": True}, "keep is a whole number of at least 1; got True"),
-        ({"stall": 0}, "stall is a number of seconds above 0 and at most 10,000,000; got 0; None watches nothing"),
+        ({"stall": 0}, "stall is a number of seconds above 0 and at most 10,000,000; got 0; pass None for no watch"),
         ({"stall": "60"}, "stall is a number of seconds above 0 .*; got '60'"),
         ({"nan_check": "no"}, "nan_check is True or False; got 'no'"),
-        ({"seed": None}, "seed is a whole number; got None"),
+        ({"seed": None}, "seed is a whole number of at least 0; got None"),
+        ({"seed": -1}, "seed is a whole number of at least 0; got -1"),
         ({"dump_dir": 3}, "dump_dir is a folder, or None for no dumps; got 3"),
     ],
 )

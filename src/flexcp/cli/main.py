@@ -94,7 +94,8 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest descriptor that is free, which is this one
+            # The lowest descriptor that is free is taken, which is this one; processes started later get it, too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
     if sys.stdout is None:

@@ -244,7 +244,7 @@ def is_lengths_file(text: str) -> bool:
 
     A pipe is a file here.
     """
-    return text.startswith("@") or (not text.isdigit() and _is(text, Path.exists) and not _is(text, Path.is_dir))
+    return text.startswith("@") or (not text.isdigit() and (_is(text, Path.is_file) or _is(text, Path.is_fifo)))
 
 
 def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
@@ -321,7 +321,7 @@ def _no_length(text: str, word: str) -> str:
 
 
 def _is(text: str, kind: Callable[[Path], bool]) -> bool:
-    """Return whether ``text`` is the path of a file or folder; ``kind`` is ``Path.is_file`` or ``Path.is_dir``."""
+    """Return whether ``text`` is a path of this kind; ``kind`` is a test of paths, such as ``Path.is_file``."""
     try:
         return kind(Path(text))
     except OSError:  # too long for a file name: the text is a list of lengths

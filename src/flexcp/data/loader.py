@@ -164,7 +164,7 @@ class Loader:
         """Return what makes the plans: planner processes of this rank, or of all ranks together if plans are shared."""
         packed = "rows" if packs_by_rows("cpu" if self.device is None else self.device.type) else "fields"
         wish = RecipeWish(self.peers.rank, packed)
-        pool = Pool(planner, planning.workers if planning.lookahead else 0, planning.patience, self.stats, wish)
+        pool = Pool(planner, planning.workers if planning.lookahead else 0, float(planning.patience), self.stats, wish)
         share = planning.share_plans
         if share is None:
             share = may_differ(str(getattr(planner, "strategy", "")))

@@ -42,7 +42,7 @@ def check_dataset(dataset: Any) -> None:
 
 def check_telemetry(telemetry: Any) -> None:
     """Raise ValueError unless ``telemetry`` is None or watches steps."""
-    if telemetry is not None and not hasattr(telemetry, "planning"):
+    if telemetry is not None and (isinstance(telemetry, type) or not hasattr(telemetry, "planning")):
         raise ValueError(f"telemetry= is flexcp.Telemetry(...), or None; got {named_kind(telemetry)}")
 
 
@@ -64,7 +64,7 @@ def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
     if isinstance(spans, str):
         return Masks(spans_field=spans)
     if spans is not None:
-        if not _may_be_a_list(spans):
+        if not hasattr(spans, "__getitem__"):
             raise ValueError(
                 f"spans= is the name of a field, or a list with the spans of each document; got {named_kind(spans)}"
             )
@@ -74,7 +74,7 @@ def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
         return Masks(named=masks)
     if mask is None or isinstance(mask, Mask):
         return Masks(one=mask or causal())
-    if not _may_be_a_list(mask):
+    if not _may_be_masks(mask):
         raise ValueError(f"mask= is a mask for all documents, or a list of one for each; {_instead('mask=', mask)}")
     return Masks(by_number=mask)
 
@@ -92,12 +92,12 @@ def _check_masks(masks: Any) -> None:
         mask, layers = value
         if not isinstance(layers, int | np.integer) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"{wanted}; got {layers!r} layers for {name!r}: pass a whole number of 1 or more")
-        if not isinstance(mask, Mask) and not _may_be_a_list(mask):
+        if not isinstance(mask, Mask) and not _may_be_masks(mask):
             raise ValueError(f"{wanted}; {_instead(f'{name!r}: (', mask, f', {layers})')}")
 
 
-def _may_be_a_list(given: Any) -> bool:
-    """Return whether ``given`` may be a list with a mask or spans for each document; these are checked later."""
+def _may_be_masks(given: Any) -> bool:
+    """Return whether ``given`` may be a list of masks; each mask is checked later, together with its document."""
     return hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, str | Mapping)
 
 

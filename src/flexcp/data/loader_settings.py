@@ -73,8 +73,9 @@ class Samples:
         for name in ("tokens", "labels", "tree_by"):
             _check_field(name, getattr(self, name))
         _check_fields("document_fields", self.document_fields)
-        _check_token_id("ignore", self.ignore, "the label of tokens that do not count, a whole number")
-        _check_token_id("pad_token", self.pad_token, "the token id of padded rows, a whole number")
+        _check_token_id("ignore", self.ignore, "the label of tokens that do not count, a whole number", "-100")
+        padding = "the id of the end-of-text token"
+        _check_token_id("pad_token", self.pad_token, "the token id of padded rows, a whole number", padding)
         check_whole("least_shared", self.least_shared, "a whole number of tokens, at least 1", 1)
 
 
@@ -167,19 +168,19 @@ def _check_fields(name: str, value: object) -> None:
     """Raise ValueError unless ``value`` is a collection of names of fields."""
     if isinstance(value, str):
         raise ValueError(f"{name} is a list of names of fields; got {shown(value)}: write {name}=[{shown(value)}]")
-    if not isinstance(value, Sequence | set | frozenset) or not all(isinstance(x, str) for x in value):
+    if not isinstance(value, Collection) or not all(isinstance(x, str) for x in value):
         raise ValueError(f"{name} is a list of names of fields of the samples; got {shown(value)}")
 
 
-def _check_token_id(name: str, value: object, what: str) -> None:
-    """Raise ValueError unless ``value`` is a whole number of 64 bits; for None, say that any id will do.
+def _check_token_id(name: str, value: object, what: str, example: str) -> None:
+    """Raise ValueError unless ``value`` is a whole number of 64 bits; for None, name an ``example`` of what to pass.
 
     Tokenizers without a padding token have the id None for it.
     """
     if value is None:
-        raise ValueError(f"{name} is {what}; got None: pass a number, such as the id of the end-of-text token")
+        raise ValueError(f"{name} is {what}; got None: pass a number, such as {example}")
     check_whole(name, value, what)
-    if isinstance(value, int) and value.bit_length() > 63:
+    if isinstance(value, int | np.integer) and not -(2**63) <= int(value) < 2**63:
         raise ValueError(f"{name} is {what} of 64 bits; got {value}")
 
 

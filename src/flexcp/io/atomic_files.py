@@ -2,8 +2,8 @@
 
 The content is written to a file of another name beside the target, which is then renamed to the target. If anything
 fails (a full disk, Ctrl-C), that file is removed and the target is unchanged. A device or a pipe is written directly,
-and so is a file that this process's stdout or stderr goes to (``--save /dev/stdout >> log``): a new file in its place
-would take away what was written before, and what the stream writes afterwards.
+and so is the file that stdout or stderr goes to, if it is given by the name of the stream (``--save /dev/stdout >>
+log``): a new file in its place would take away what was written before, and what the stream writes afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 def write_whole(path: Path | str, content: bytes | str) -> None:
     """Write a file completely or not at all; raise an OSError that names ``path`` if it cannot be written.
 
-    Text is written as UTF-8. A device, a pipe, or a file that stdout or stderr goes to, is written directly.
+    Text is written as UTF-8. A device, a pipe, or what stdout or stderr goes to, is written directly.
     """
     data = content.encode() if isinstance(content, str) else content
     given = Path(path)
@@ -44,10 +44,16 @@ def write_whole(path: Path | str, content: bytes | str) -> None:
 
 
 def stream_to(path: Path) -> int | None:
-    """Return the descriptor of stdout or stderr if that goes to the file ``path``, else None."""
-    for descriptor in (1, 2):
-        with suppress(OSError):  # there is no such file, or the stream is closed
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+    """Return the descriptor of stdout or stderr if ``path`` is a name of that stream, such as ``/dev/stdout``.
+
+    A file that is given by its own name is replaced, also if a stream goes to it. In a process that was started without
+    one of these streams, their descriptors may be those of any file.
+    """
+    if not os.path.abspath(path).startswith(("/dev/", "/proc/")):
+        return None
+    for descriptor, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+        with suppress(OSError):  # there is no such file, or the stream was closed
+            if stream is not None and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
     return None
 
@@ -55,7 +61,7 @@ def stream_to(path: Path) -> int | None:
 def _append(descriptor: int, data: bytes) -> None:
     """Write to stdout or stderr, after what Python has still to write to them."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        with suppress(ValueError, AttributeError):  # it was closed, or replaced by something else
             stream.flush()
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)

@@ -53,7 +53,8 @@ def complaint(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON, or cut off ({error.msg} in line {error.lineno}, column {error.colno})"
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        return f"not JSON, or cut off ({error.msg} in {line}column {error.colno})"
     return str(error)
 
 

@@ -14,10 +14,7 @@ import numpy as np
 from flexcp.io.plain_values import shown
 
 MOST_SECONDS = 10_000_000
-"""The most seconds of a time limit, a third of a year.
-
-torch's stores count milliseconds, so a limit cannot be infinite.
-"""
+"""The most seconds of a time limit, a third of a year; neither torch's stores nor Python's waits take infinity."""
 
 
 def check_whole(name: str, value: object, what: str, least: int | None = None) -> None:
@@ -41,7 +38,8 @@ def check_seconds(name: str, value: object, instead: str = "") -> None:
 
     ``instead`` is an end for the message, such as what to pass for no limit.
     """
-    if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not 0 < value <= MOST_SECONDS:
+    kinds = int | float | np.integer | np.floating
+    if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= MOST_SECONDS:
         given = shown(value)
         raise ValueError(f"{name} is a number of seconds above 0 and at most {MOST_SECONDS:,}; got {given}{instead}")
 

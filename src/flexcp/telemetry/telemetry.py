@@ -81,10 +81,10 @@ class Telemetry:
     ) -> None:
         for name, value, least in (("keep", keep, 1), ("check_every", check_every, 0), ("check_rows", check_rows, 1)):
             check_whole(name, value, f"a whole number of at least {least}", least)
-        check_whole("seed", seed, "a whole number")
+        check_whole("seed", seed, "a whole number of at least 0", 0)
         check_flag("nan_check", nan_check)
         if stall is not None:
-            check_seconds("stall", stall, "; None watches nothing")
+            check_seconds("stall", stall, "; pass None for no watch")
         if dump_dir is not None and not isinstance(dump_dir, str | PathLike):
             raise ValueError(f"dump_dir is a folder, or None for no dumps; got {shown(dump_dir)}")
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
@@ -92,10 +92,10 @@ class Telemetry:
         self.dumps: list[Path] = []
         """The dumps written so far."""
         self._dumped_by_itself = 0
-        self._steps: deque[StepRecord] = deque(maxlen=keep)
+        self._steps: deque[StepRecord] = deque(maxlen=int(keep))
         self._bound, self._forwards, self._logged, self._planning = 0, 0, 0, 0
         self._finite = FiniteWatch() if nan_check else None
-        self._stall = stall
+        self._stall = None if stall is None else float(stall)
         self._stall_watch: StallWatch | None = None
 
     @property

@@ -37,8 +37,8 @@ class HeadsOptions(OptionGroup):
     @property
     def told(self) -> dict[str, int]:
         """The numbers that were given, by name: ``{"heads": 32}``; ``model`` is not among them."""
-        others = ("model", "_found")
-        return {name: value for name, value in vars(self).items() if name not in others and value is not None}
+        given = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: value for name, value in given.items() if name != "model" and value is not None}
 
     @property
     def flags(self) -> str:
@@ -54,7 +54,10 @@ class HeadsOptions(OptionGroup):
 
     @cached_property
     def _found(self) -> Preset | None:
-        """What ``--model`` names. Its file is read once: it may be a pipe, or change while a command runs."""
+        """The model that ``--model`` names, or None.
+
+        Its file is read once, because it may be a pipe, or change while a command runs.
+        """
         from flexcp.models.find import find_model
 
         return None if self.model is None else find_model(self.model)

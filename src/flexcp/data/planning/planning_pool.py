@@ -348,9 +348,14 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
                 job.deaths += ready
                 job.false_starts += not ready
                 shared.stats.deaths += started
-                over = f" over step {job.key}; another process repeats the step" if started else "; it is tried again"
-                shared.notes.append(f"a planner process {how}{over}")
-            if job.deaths < TRIES and job.false_starts < STARTS:
+                again = job.deaths < TRIES and job.false_starts < STARTS
+                if started:
+                    shared.notes.append(
+                        f"a planner process {how} over step {job.key}; another process repeats the step"
+                    )
+                elif again:
+                    shared.notes.append(f"a planner process {how}; another start is tried")
+            if again:
                 continue
             if started:
                 error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"

@@ -13,6 +13,7 @@ from flexcp.data.planning.plan_orders import PlannerLike
 from flexcp.data.reading.row_sharing import Peers
 from flexcp.data.speeds.corrections import Correction, agreed_speeds, speeds_at
 from flexcp.data.speeds.measured import MeasuredWork
+from flexcp.io.setting_checks import check_whole
 from flexcp.telemetry.telemetry import Telemetry
 
 
@@ -24,8 +25,7 @@ class SpeedFollower:
     """
 
     def __init__(self, planner: PlannerLike, every: int, telemetry: Any, peers: Peers) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise ValueError(f"follow_speeds is a count of steps between two corrections, or 0 for none; got {every!r}")
+        check_whole("follow_speeds", every, "a count of steps between two corrections, or 0 for none", 0)
         if every and not isinstance(telemetry, Telemetry):
             raise ValueError(
                 f"follow_speeds={every} needs telemetry=flexcp.Telemetry(...), which measures; got "

@@ -36,8 +36,8 @@ DOCUMENT_BACKWARD: Prices = (0.905, 7.1, 2700.0)
 HOST_BLOCKS = (32_000.0, 12_000.0)
 """Lists of fewer blocks, forward and backward, are the CuTe kernel's, so that the GPU does not wait for the host.
 
-A call of FlashAttention-4 takes the host of an H200 90 to 130 microseconds forward and 220 to 530 backward, a launch of
-the CuTe kernel 18 to 27, and 57 with what its backward needs.
+A call of FlashAttention-4 takes the host of an H200 90 to 130 microseconds forward and 220 to 530 backward, the
+launches of the CuTe kernel 18 to 27 and 57.
 """
 
 

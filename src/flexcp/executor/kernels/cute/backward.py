@@ -28,7 +28,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from flexcp.executor.kernels.cute.backward_moves import DQ_FREE, DQ_FULL, DS_READY, HALF, KEYS, OWN, Moves
+from flexcp.executor.kernels.cute.backward_moves import DQ_FREE, DQ_FULL, DS_READY, HALF, KEYS, OWN, BackwardMoves
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     FAR,
@@ -67,7 +67,7 @@ from flexcp.executor.kernels.cute.results import (
 K_MODE, MN_MODE = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class Backward(Moves):
+class Backward(BackwardMoves):
     """The backward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a block.
 
     Sizes and strides are arguments of the call. ``order`` is the order of dq in memory: "rows", "open" or "alone"

@@ -19,7 +19,7 @@ KEYS, HALF = 128, 64  # keys of a tile and of a warp group
 DS_READY, DQ_FREE, DQ_FULL, OWN = 2, 3, 5, 7  # named barriers; all but DS_READY have one for each warp group
 
 
-class Moves:
+class BackwardMoves:
     """The sizes of a backward kernel, as its own class describes them, and the work of the warps that move its data."""
 
     def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, order, zeroes):

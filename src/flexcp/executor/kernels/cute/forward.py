@@ -28,7 +28,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from flexcp.executor.kernels.cute.forward_moves import TILES, Moves
+from flexcp.executor.kernels.cute.forward_moves import TILES, ForwardMoves
 from flexcp.executor.kernels.cute.items import RECORD
 from flexcp.executor.kernels.cute.merging import (
     add_scaled,
@@ -74,7 +74,7 @@ LAZY = 8.0
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
-class Forward(Moves):
+class Forward(ForwardMoves):
     """The forward kernel of a model, with ``share`` query heads for each KV head and ``pack`` of them in a tile.
 
     Sizes and strides are arguments of the call. With ``fresh`` results are written and not added to. With ``finishes``

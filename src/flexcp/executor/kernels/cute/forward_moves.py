@@ -25,7 +25,7 @@ from flexcp.executor.kernels.cute.parts import (
 TILES = 2  # tiles whose queries are in shared memory: the current one and the next
 
 
-class Moves:
+class ForwardMoves:
     """The sizes of a forward kernel, as its own class describes them, and the work of the warps that move its data."""
 
     def __init__(
