@@ -78,7 +78,7 @@ def test_old_arguments_of_a_loader_mean_what_they_meant() -> None:
         ({"workers": 0, "planning": Planning(workers=2)}, TypeError, r"workers= twice, alone and in planning="),
         ({"planning": Samples()}, ValueError, r"planning= is made by flexcp\.data\.Planning\(\.\.\.\); got Samples"),
         ({"samples": {"labels": "x"}}, ValueError, r"samples= is made by flexcp\.data\.Samples\(\.\.\.\); got \{"),
-        ({"lookahead": -1}, ValueError, "lookahead is a count of 0 or more; got -1"),
+        ({"lookahead": -1}, ValueError, "lookahead is a count of steps, 0 or more; got -1"),
     ],
 )
 def test_mistakes_are_named(given: dict[str, Any], error: type[Exception], message: str) -> None:

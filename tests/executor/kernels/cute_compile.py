@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from flexcp.executor.kernels.cute import compiled
+from flexcp.executor.kernels.cute import gpu_functions
 
 BACKWARDS = {"backward": "rows", "backward_open": "open", "backward_alone": "alone"}
 """For each backward kernel, the order argument that says how dq is laid out while kernels add to it."""
@@ -17,23 +17,23 @@ BACKWARDS = {"backward": "rows", "backward_open": "open", "backward_alone": "alo
 
 def main() -> None:
     """Compile the kernels named on the command line, ignoring any that were compiled and stored before."""
-    compiled.kept = lambda _, compile_now: compile_now()
+    gpu_functions.kept = lambda _, compile_now: compile_now()
     for name in sys.argv[1:]:
         if name in BACKWARDS:
-            compiled.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name], name != "backward_alone")
+            gpu_functions.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name], name != "backward_alone")
         elif name == "before":
-            compiled.compiled_before(torch.bfloat16, 4, True)
+            gpu_functions.compiled_before(torch.bfloat16, 4, True)
         elif name == "after":
-            compiled.compiled_after(torch.bfloat16, 4)
+            gpu_functions.compiled_after(torch.bfloat16, 4)
         elif name == "open":
-            compiled.compiled_open(4, True)
+            gpu_functions.compiled_open(4, True)
         elif name == "close":
-            compiled.compiled_close(torch.float32)
+            gpu_functions.compiled_close(torch.float32)
         else:
             fresh = name == "forward"
             out = torch.bfloat16 if fresh else torch.float32
             finishes = name == "forward_finishing"
-            compiled.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh, finishes, not fresh)
+            gpu_functions.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh, finishes, not fresh)
         print(name, flush=True)
 
 

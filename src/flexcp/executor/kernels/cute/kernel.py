@@ -1,7 +1,7 @@
 """The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``).
 
 It has the interface of :mod:`flexcp.executor.kernels`. This file launches the functions of
-:mod:`flexcp.executor.kernels.cute.compiled` on the tables of :class:`~flexcp.executor.kernels.cute.work.CuteWork`; a
+:mod:`flexcp.executor.kernels.cute.gpu_functions` on the tables of :class:`~flexcp.executor.kernels.cute.work.CuteWork`; a
 launch costs the host about 20 microseconds. ``deterministic`` gradients are computed by the hopper kernel, because
 here dq is added to memory in any order.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import NO_ROWS, Ints, Settings
-from flexcp.executor.kernels.cute.compiled import (
+from flexcp.executor.kernels.cute.gpu_functions import (
     HEAD_SIZE,
     compiled_after,
     compiled_backward,
