@@ -1,9 +1,9 @@
 """The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``).
 
 It has the interface of :mod:`flexcp.executor.kernels`. This file launches the functions of
-:mod:`flexcp.executor.kernels.cute.gpu_functions` on the tables of :class:`~flexcp.executor.kernels.cute.work.CuteWork`; a
-launch costs the host about 20 microseconds. ``deterministic`` gradients are computed by the hopper kernel, because
-here dq is added to memory in any order.
+:mod:`flexcp.executor.kernels.cute.gpu_functions` on the tables of
+:class:`~flexcp.executor.kernels.cute.work.CuteWork`; a launch costs the host about 20 microseconds. ``deterministic``
+gradients are computed by the hopper kernel, because here dq is added to memory in any order.
 """
 
 from __future__ import annotations
