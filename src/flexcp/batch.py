@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexcp import masks as mask_algebra
 from flexcp.arrays.intervals import offsets, spread
 from flexcp.masks import Mask, Tree
-from flexcp.masks.nested import FEW, NOT_NESTED, Nesting, meeting, nesting
+from flexcp.masks.nested import Nesting, meeting, nesting
 
 Ints = NDArray[np.int64]
 MaskLike = Mask | Sequence[Mask]
@@ -65,9 +65,7 @@ class LayerMask:
         counts = self.first[documents + 1] - self.first[documents]
         if int(counts.sum()) < FEW_PAIRS:
             return self.of_documents(documents)
-        around = self.nesting.around
-        nested = around[np.minimum(self.first[documents], len(around) - 1)] != NOT_NESTED
-        nested &= counts >= FEW
+        around, nested = self.nesting.around, self.nesting.nested[documents]
         index, within = spread(np.where(nested, 0, counts))
         positions, found = [index], [self.first[documents][index] + within]
         for document in np.unique(documents[nested]).tolist():

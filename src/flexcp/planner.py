@@ -19,11 +19,12 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.masks import causal
 from flexcp.plan.plan import Plan
+from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.planners.strategies import find_strategy
-from flexcp.planners.token_runs import check_queries_stay, user_layout
+from flexcp.planners.token_runs import check_queries_stay
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 from flexcp.simulator.step_parts import Training

@@ -8,7 +8,7 @@ import pytest
 import flexcp
 from flexcp import batch as batches
 from flexcp.batch import make_batch
-from flexcp.masks.nested import NOT_NESTED, nesting
+from flexcp.masks.nested import nesting
 from lib.tree_runs import TreeSizes, random_batch
 
 LARGE = TreeSizes(depth=9, fan_out=5, segment=20, segments=120, documents=4)
@@ -41,4 +41,4 @@ def test_nesting_of_a_tree() -> None:
 def test_rows_that_cross_are_not_nested() -> None:
     slices = [(i, i + 2, i, i + 1, -5, 0) for i in range(9)]
     mask = make_batch([11], [flexcp.from_slices(11, slices)]).masks[0]
-    assert set(mask.nesting.around.tolist()) == {NOT_NESTED}
+    assert mask.nesting.nested.tolist() == [False]

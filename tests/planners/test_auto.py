@@ -26,6 +26,7 @@ from flexcp.models.find import find_model
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
+from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.auto import auto as auto_module
 from flexcp.planners.auto.auto import MOST_SIMULATED, _Search, auto, auto_plan, step_ns, variant_ns
 from flexcp.planners.auto.candidates import HIGH_EFFORT, Candidate, find_candidates
@@ -35,7 +36,6 @@ from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import method_of
 from flexcp.planners.strategies import STRATEGIES
-from flexcp.planners.token_runs import user_layout
 from flexcp.schedule import analysis
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan

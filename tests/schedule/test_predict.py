@@ -26,10 +26,10 @@ from flexcp.cost import CostModel, Model
 from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.plan.placement import Placement, Regions, Runs, Traffic
 from flexcp.plan.plan import Plan
+from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.request import Request
 from flexcp.planners.static import static
-from flexcp.planners.token_runs import user_layout
 from flexcp.schedule import rings as ring_counts
 from flexcp.schedule.predict import Prediction, lower_bound, milliseconds, predict
 from flexcp.schedule.rings import hop_work, rings_of

@@ -44,12 +44,12 @@ from flexcp.io.decimals import beside
 from flexcp.masks import Mask
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
+from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.request import Refused, Request
-from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.step_parts import Sync, Training
-from flexcp.simulator.training import StepTime
+from flexcp.simulator.training import ATTENTION, LINEAR, StepTime
 
 MOST_PASSES = 3
 """The most passes that are simulated."""
@@ -125,7 +125,8 @@ class Answer:
         Compute is attention and other layers.
         """
         beyond = (
-            step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
+            step.attention_ns + step.linear_ns - float(step.ranks[[ATTENTION, LINEAR]].sum(axis=0).mean())
+            for step in self.steps
         )
         return sum(beyond) / max(self.total_ns, 1)
 

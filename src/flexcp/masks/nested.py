@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import spread
 from flexcp.masks.slices import Q0, Q1, Ints
@@ -18,30 +19,33 @@ from flexcp.masks.slices import Q0, Q1, Ints
 FEW = 8
 """Documents with fewer slices than this are not searched: all of their slices are tested."""
 NONE = -1
-NOT_NESTED = -2
 
 
 class Nesting(NamedTuple):
     """How the slices of each document are nested.
 
-    ``around[i]`` is the innermost slice around slice i, as a number inside its document; it is ``NONE`` if there is
-    none, and ``NOT_NESTED`` for all slices of a document with few slices or with slices that are not nested.
-    ``level[i]`` is the number of slices around slice i.
+    ``nested[d]`` says whether the slices of document d are nested; documents with fewer than ``FEW`` slices count as
+    not nested, because testing all of their slices is faster than a search. For a slice i of a nested document,
+    ``around[i]`` is the innermost slice around it, as a number inside its document (``NONE`` if there is none), and
+    ``level[i]`` the number of slices around it.
     """
 
+    nested: NDArray[np.bool_]
     around: Ints
     level: Ints
 
 
 def nesting(first: Ints, slices: Ints) -> Nesting:
     """Return how the slices of documents are nested; document d has ``slices[first[d] : first[d + 1]]``."""
-    around, level = np.full(len(slices), NOT_NESTED), np.zeros(len(slices), np.int64)
+    nested = np.zeros(len(first) - 1, np.bool_)
+    around, level = np.full(len(slices), NONE), np.zeros(len(slices), np.int64)
     for document in np.flatnonzero(np.diff(first) >= FEW).tolist():
         mine = slice(int(first[document]), int(first[document + 1]))
         found = _around(slices[mine, Q0].tolist(), slices[mine, Q1].tolist())
         if found is not None:
+            nested[document] = True
             around[mine], level[mine] = found
-    return Nesting(around, level)
+    return Nesting(nested, around, level)
 
 
 def _around(begins: list[int], ends: list[int]) -> tuple[list[int], list[int]] | None:

@@ -132,7 +132,7 @@ def _trie(given: list[Ints]) -> _Node:
     before: Ints | None = None
     for sequence in order:
         ids = given[sequence]
-        shared = 0 if before is None else _shared(before, ids)
+        shared = 0 if before is None else common_beginning(before, ids)
         last: _Node | None = None
         while path[-1].depth > shared:
             last = path.pop()
@@ -151,8 +151,8 @@ def _trie(given: list[Ints]) -> _Node:
     return root
 
 
-def _shared(a: Ints, b: Ints) -> int:
-    """Return the length of the common beginning of two sequences."""
+def common_beginning(a: Ints, b: Ints) -> int:
+    """Return how many tokens two sequences have in common at their beginnings."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n

@@ -267,9 +267,11 @@ class _SymbolicPass:
         if backward:
             self._require(sorted(self._rows(Kind.Q)) == sorted(self._rows(Kind.DO)), "do does not travel with its q")
         self._compute()
-        for side, kind in ((0, Kind.DQ if backward else Kind.O), *(((1, Kind.DKV),) if backward else ())):
-            self._require_known_pieces(kind, Kind.KV if side else Kind.Q)
-            self._return(self.sides[side], kind)
+        queries, keys = self.sides
+        outputs = [(queries, Kind.Q, Kind.DQ), (keys, Kind.KV, Kind.DKV)] if backward else [(queries, Kind.Q, Kind.O)]
+        for side, arrived_as, kind in outputs:
+            self._require_known_pieces(kind, arrived_as)
+            self._return(side, kind)
         if self.placement.traffic.kind == "needed":
             for side in self.sides:
                 held = side.arrived < NEVER
@@ -308,7 +310,7 @@ class _SymbolicPass:
         """Raise :class:`PlanError` if a rank forwards an input that did not arrive there as exactly this piece."""
         for kind in (Kind.Q, Kind.KV):
             rows = self._rows(kind)
-            known = {(r[2], *r[3:]) for r in rows}
+            known = {r[2:] for r in rows}
             for _, source, _, owner, *piece in rows:
                 known_here = source == owner or (source, owner, *piece) in known
                 self._require(known_here, f"rank {source} forwards a piece of rank {owner} that never arrived as such")
@@ -319,7 +321,7 @@ class _SymbolicPass:
         ``kind`` is the kind of the output. A rank has a piece if it received it as an input of kind ``arrived_as`` or
         keeps its tokens.
         """
-        known = {(r[2], *r[3:]) for r in self._rows(arrived_as)}
+        known = {r[2:] for r in self._rows(arrived_as)}
         for _, source, target, owner, *piece in self._rows(kind):
             for rank in (source, target):
                 missing = (rank, owner, *piece) not in known

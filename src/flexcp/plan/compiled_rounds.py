@@ -33,18 +33,18 @@ def in_rounds(
     port: Ints,
     least: Ints,
     ranks: int,
-    given: int,
-    enough: int,
-    most: int,
-    unit: int,
+    chunk_bytes: int,
+    worth_permille: int,
+    most_chunks: int,
+    alignment: int,
 ) -> tuple[Ints, Ints, Ints]:
     """Return the table of chunks of all exchanges, and of each exchange the chunk size and time, both in bytes.
 
     The time is the sum over rounds of the largest chunk. Exchange g has the messages ``first[g]`` to
-    ``first[g + 1] - 1`` and its busiest port ``port[g]`` bytes. Chunks have ``given`` bytes. If ``given`` is 0, the
-    chunk size is the largest message at first, and is halved (rounded up to a multiple of ``unit``) while the time is
-    more than ``enough`` per mille of the busiest port's bytes; the largest message has at most ``most`` chunks, and
-    chunks are not smaller than ``least[g]``. The size with the shortest time is kept.
+    ``first[g + 1] - 1`` and its busiest port ``port[g]`` bytes. Chunks have ``chunk_bytes`` bytes. If that
+    is 0, the chunk size is the largest message at first, and is halved (rounded up to a multiple of ``alignment``)
+    while the time is more than ``worth_permille`` of the busiest port's bytes; the largest message has at most
+    ``most_chunks`` chunks, and chunks are not smaller than ``least[g]``. The size with the shortest time is kept.
     """
     exchanges = len(first) - 1
     limit = np.zeros(exchanges, np.int64)
@@ -58,14 +58,14 @@ def in_rounds(
             largest = max(largest, size[m])
         best = chunks[:0]
         while True:
-            tried = given if given > 0 else -(-largest // (number * unit)) * unit
+            tried = chunk_bytes if chunk_bytes > 0 else -(-largest // (number * alignment)) * alignment
             these = cut(size[a:b], tried)
             time = coloured(these, source[a:b], target[a:b], ranks)
             if number == 1 or time < spent[g]:
                 limit[g], spent[g], best = tried, time, these
             number *= 2
-            worth = given == 0 and spent[g] * 1000 > port[g] * enough
-            if not worth or number > most or largest // number < least[g]:
+            worth = chunk_bytes == 0 and spent[g] * 1000 > port[g] * worth_permille
+            if not worth or number > most_chunks or largest // number < least[g]:
                 break
         if found + len(best) > len(chunks):
             wider = np.empty((len(chunks) + found + len(best), 4), np.int64)
@@ -159,15 +159,15 @@ def colour_edges(source: Ints, target: Ints, ranks: int) -> tuple[Ints, int]:
         while c < width and (taken[s, c] >= 0 or taken[t, c] >= 0):
             c += 1
         if c == width:
-            c = newest_free(taken[s])
-            swap(source, target, ranks, taken, colour, lowest, t, c, newest_free(taken[t]))
+            c = highest_free(taken[s])
+            swap(source, target, ranks, taken, colour, lowest, t, c, highest_free(taken[t]))
         colour[e] = c
         taken[s, c] = taken[t, c] = e
     return colour, width
 
 
 @compiled
-def newest_free(taken: NDArray[np.int32]) -> int:
+def highest_free(taken: NDArray[np.int32]) -> int:
     """Return the highest free colour of a vertex; ``taken[colour]`` is the edge of that colour, or -1.
 
     There is one as long as an edge of the vertex is not coloured.

@@ -18,7 +18,6 @@ All of this is integer arithmetic on the plan, so every rank finds the same roun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from flexcp.arrays.intervals import offsets
 from flexcp.arrays.tables import Table
 from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
+from flexcp.io.setting_checks import check_whole
 from flexcp.plan.program import Program, Transfers
 from flexcp.shape import Shape
 
@@ -126,9 +126,9 @@ def plan_rounds(
     from flexcp.plan.compiled_rounds import in_rounds  # imported here because it loads Numba
 
     if chunk_bytes is not None:
-        _check_count("chunk_bytes", chunk_bytes)
+        check_whole("chunk_bytes", chunk_bytes, "a whole number of at least 1", 1)
     if rounds_per_call is not None:
-        _check_count("rounds_per_call", rounds_per_call)
+        check_whole("rounds_per_call", rounds_per_call, "a whole number of at least 1", 1)
     messages, stage, across = find_messages(program, shape, cluster)
     first = np.searchsorted(messages.exchange, np.arange(len(stage) + 1))
     port = _busiest_ports(messages, len(stage), cluster.ranks)
@@ -190,9 +190,3 @@ def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:
     totals = [sums(messages.exchange * ranks + rank, messages.size, exchanges * ranks) for rank in sides]
     most: Ints = np.maximum(*totals).reshape(exchanges, ranks).max(axis=1, initial=0)
     return most
-
-
-def _check_count(name: str, value: int) -> None:
-    """Raise ValueError unless ``value`` is an integer of at least 1; ``name`` names it in the error."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")

@@ -2,8 +2,7 @@
 
 Planners decide which ranges of the stream each rank keeps or computes. The functions here turn such ranges into
 :class:`~flexcp.plan.placement.Runs` (which rank keeps which tokens) and :class:`~flexcp.plan.placement.Regions` (which
-rank computes which rows), add pads if every rank is to keep equally many tokens, and read layouts that a user already
-has.
+rank computes which rows), add pads if every rank is to keep equally many tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from flexcp.arrays.intervals import offsets, overlaps, united
 from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
 from flexcp.plan.placement import Placement, Regions, Runs
-from flexcp.plan.user_layouts import user_layout as user_layout
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.work import count_pairs, cut_regions

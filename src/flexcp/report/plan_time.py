@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.step_parts import Training, layers_alone
-from flexcp.simulator.training import Simulation, StepTime, simulated_step
+from flexcp.simulator.training import ATTENTION, LINEAR, SYNC, Simulation, StepTime, simulated_step
 
 Ints = NDArray[np.int64]
 
@@ -49,7 +49,7 @@ class PlanTime:
 
         Gradient sync that nothing hides counts as other layers, and a rank that is done waits for the slowest.
         """
-        attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
+        attention, linear = step.ranks[ATTENTION], step.ranks[LINEAR] + step.ranks[SYNC]
         waits = np.maximum(step.total_ns - attention - linear, 0)
         return cls(step.total_ns, attention, waits, linear, what, says, head_flops)
 

@@ -36,8 +36,6 @@ from flexcp.schedule.inside_first import inside_first, node_times, node_work
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.routes import Needs, kept_bytes, route_keys
 from flexcp.schedule.stages import (
-    FLATTERED_GRADIENTS_PERMILLE,
-    FLATTERED_PERMILLE,
     MANY_PEERS,
     PARTS,
     Stages,
@@ -51,6 +49,17 @@ from flexcp.schedule.thin_ends import under_contention, well_hidden
 from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, cut_regions, pass_work_ns
 from flexcp.shape import Shape
 
+FLATTERED_PERMILLE = 1012
+"""Stages with ``inside_first`` are chosen if their time is at most this, per mille of the time of the other stages.
+
+It is above 1000 because predictions flatter the other stages: these have transfers inside nodes beside most of their
+work, and the event simulator finds them this much slower than predicted here.
+"""
+FLATTERED_GRADIENTS_PERMILLE = 1060
+"""A backward whose inputs are all posted first is chosen up to this time, per mille of the time of other stages.
+
+Predictions flatter the others: there ranks wait for each other's gradients more often than predicted here.
+"""
 FLATTERED_RELAYS_PERMILLE = 1100
 """Keys are relayed if their time without relays is more than this, per mille of their time with relays.
 

@@ -78,16 +78,16 @@ def with_execution(
 
     ``work[rank, slot]`` is in nanoseconds. ``most_ahead`` is the most slots by which the messages of a stage may be
     posted before the slot that waits for them. With ``posting``, it is not chosen here when stages are posted.
-    ``wishes.rounds_per_call``, if not 0, is used for every stage. With latents, nothing of this is looked at: see the
-    module.
+    ``wishes.rounds_per_call``, if not 0, is used for every stage. With latents, none of these matter: all
+    transfers come before the work (see the module).
     """
     stages = program.stages
+    if shape.latent is not None:
+        return replace(program, execution=Execution.make(stages, rounds_per_call=0, ahead=0, margin=0))
     if wishes.rounds_per_call or not cost.crowding:
         rounds = np.full(stages, wishes.rounds_per_call, np.int64)
     else:
         rounds = _rounds_per_call(program, shape, cluster, cost)
-    if shape.latent is not None:
-        return replace(program, execution=Execution.make(stages, rounds_per_call=0, ahead=0, margin=0))
     beside, across = np.zeros_like(work), np.zeros(work.shape, bool)
     sent = find_messages(program, shape, cluster)
     beside[:, :-1] = transfers_ns(program, sent, cluster, cost)[:, 1:]

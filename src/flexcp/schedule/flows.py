@@ -35,6 +35,9 @@ class Flows(NamedTuple):
     size: Ints
 
 
+NO_FLOWS = Flows(*np.zeros((3, 0), np.int64))
+
+
 class Moves(NamedTuple):
     """What moves in one direction (forward or backward) of one layer, by the time at which it moves.
 
@@ -44,13 +47,13 @@ class Moves(NamedTuple):
     rings, with one flow per link for all hops of a pass.
     """
 
-    inputs: Flows
-    relays: Flows
-    kv_hops: Flows
-    dkv_hops: Flows
-    relayed: Flows
-    gradients: Flows
-    outputs: Flows
+    inputs: Flows = NO_FLOWS
+    relays: Flows = NO_FLOWS
+    kv_hops: Flows = NO_FLOWS
+    dkv_hops: Flows = NO_FLOWS
+    relayed: Flows = NO_FLOWS
+    gradients: Flows = NO_FLOWS
+    outputs: Flows = NO_FLOWS
 
     @property
     def everything(self) -> Flows:
@@ -62,7 +65,7 @@ def join_flows(parts: Sequence[Flows]) -> Flows:
     """Return all flows of the parts in one table, without flows from a rank to itself or of 0 bytes."""
     some = [part for part in parts if len(part.size)]
     if not some:  # happens a hundred times in one call of auto
-        return Flows(*np.zeros((3, 0), np.int64))
+        return NO_FLOWS
     joined = some[0] if len(some) == 1 else Flows(*map(np.concatenate, zip(*some, strict=True)))
     moves = (joined.source != joined.target) & (joined.size > 0)
     return joined if moves.all() else Flows(*(column[moves] for column in joined))
@@ -79,7 +82,6 @@ def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Mo
     With ``keys_kept``, keys do not travel again in the backward.
     """
     each = shape.bytes_per_token_head()
-    none = join_flows([])
     q, first, relays = needs.q, needs.keys.first, needs.keys.relays
     passed_on = first.take(relays.first)
     rows, keys = (q.owner, q.rank, q), (first.owner, first.rank, first)
@@ -94,11 +96,16 @@ def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Mo
         return join_flows([Flows(target, source, pieces.amount * each[kind, pieces.partial])])
 
     arriving, passing = there(keys, Kind.KV), there(again, Kind.KV)
-    forward = Moves(join_flows([there(rows, Kind.Q), arriving]), passing, none, none, none, none, back(rows, Kind.O))
+    forward = Moves(join_flows([there(rows, Kind.Q), arriving]), passing, outputs=back(rows, Kind.O))
     moved = there(rows, Kind.Q, Kind.DO)
-    again_in, passed = (moved, none) if keys_kept else (join_flows([moved, arriving]), passing)
-    grads = back(again, Kind.DKV), back(keys, Kind.DKV)
-    return forward, Moves(again_in, passed, none, none, *grads, back(rows, Kind.DQ))
+    backward = Moves(
+        moved if keys_kept else join_flows([moved, arriving]),
+        NO_FLOWS if keys_kept else passing,
+        relayed=back(again, Kind.DKV),
+        gradients=back(keys, Kind.DKV),
+        outputs=back(rows, Kind.DQ),
+    )
+    return forward, backward
 
 
 def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
@@ -107,7 +114,6 @@ def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
     In the backward they go again, and every rank's partial gradients of them (dkv) return to the owners.
     """
     each = shape.bytes_per_token_head() * shape.kv_heads
-    none = join_flows([])
     keys, grads = [], []
     for grid in placement.traffic.groups:
         ranks = np.array(grid, np.int64).reshape(-1)
@@ -116,8 +122,7 @@ def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
         keys.append(Flows(owner, reader, tokens * each[Kind.KV, 0]))
         grads.append(Flows(reader, owner, tokens * each[Kind.DKV, 1]))
     inputs = join_flows(keys)
-    still = Moves(inputs, none, none, none, none, none, none)
-    return still, still._replace(outputs=join_flows(grads))
+    return Moves(inputs), Moves(inputs, outputs=join_flows(grads))
 
 
 def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
@@ -150,9 +155,9 @@ def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
         others = at.sum(axis=1, keepdims=True) - at
         keys = (others * kv_heads * each[Kind.KV, 0]).reshape(-1)
         grads = (np.roll(others, 1, axis=1) * kv_heads * each[Kind.DKV, 1]).reshape(-1)
-        none = join_flows([])
-        forward.append(Moves(there, none, Flows(*links, keys), none, none, none, home))
-        backward.append(Moves(there_again, none, Flows(*links, keys), Flows(*links, grads), none, none, home_again))
+        kv_hops, dkv_hops = Flows(*links, keys), Flows(*links, grads)
+        forward.append(Moves(there, kv_hops=kv_hops, outputs=home))
+        backward.append(Moves(there_again, kv_hops=kv_hops, dkv_hops=dkv_hops, outputs=home_again))
     both = [Moves(*(join_flows(parts) for parts in zip(*moves, strict=True))) for moves in (forward, backward)]
     return both[0], both[1]
 

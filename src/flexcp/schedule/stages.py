@@ -51,17 +51,6 @@ TOGETHER_PERMILLE = 1060
 
 Of the limits that come so close, the largest is used, because the time over all ranks together is not exact either.
 """
-FLATTERED_PERMILLE = 1012
-"""Stages with ``inside_first`` are chosen if their time is at most this, per mille of the time of the other stages.
-
-It is above 1000 because predictions flatter the other stages: these have transfers inside nodes beside most of their
-work, and the event simulator finds them this much slower than predicted here.
-"""
-FLATTERED_GRADIENTS_PERMILLE = 1060
-"""A backward whose inputs are all posted first is chosen up to this time, per mille of the time of other stages.
-
-Predictions flatter the others: there ranks wait for each other's gradients more often than predicted here.
-"""
 MANY_PEERS = 8192
 """With more pairs of ranks that exchange messages than this, fewer ways to cut are tried, because each takes time."""
 UNSURE_PERMILLE = 1020

@@ -36,6 +36,7 @@ from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execu
 from flexcp.schedule.inputs_first import posting, stage_home
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.parts import cut_by_divisions, cut_into_stages, shares_are_long
+from flexcp.schedule.rings import grids_by_shape
 from flexcp.schedule.routes import Needs
 from flexcp.schedule.stages import Stages
 from flexcp.schedule.thin_ends import early_posting
@@ -248,11 +249,7 @@ class _WholePieces:
 def _static_program(placement: Placement, shape: Shape, backward: bool) -> Program:
     """Return the program of a gather or of rings in one direction."""
     pieces = _WholePieces(placement.tokens)
-    alike: dict[tuple[int, int], list[tuple[tuple[int, ...], ...]]] = {}
-    for grid in placement.traffic.groups:
-        alike.setdefault((len(grid), len(grid[0])), []).append(grid)
-    for found in alike.values():
-        grids = np.array(found, np.int64)  # [group, ring position, head group]
+    for grids in grids_by_shape(placement):
         if placement.traffic.kind == "gather":
             _gather(grids.reshape(len(grids), -1), pieces, shape, backward)
         else:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flexcp.arrays.jit import compiled
 
 Ints = NDArray[np.int64]
-WIRE, WIRE_IN_PART, SHELF, RESULT, KIND_COLUMNS = range(5)
+WIRE, WIRE_IN_PART, SHELF, RESULT = range(4)
 
 
 @compiled

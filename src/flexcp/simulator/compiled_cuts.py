@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.jit import compiled, compiled_leaf
 from flexcp.cost import TILE_ROWS
-from flexcp.simulator.compiled_rings import band_area
+from flexcp.masks.compiled_area import band_area
+from flexcp.simulator.compiled_held import SHELF, SLOT, START, STOP
 
 Ints = NDArray[np.int64]
-START, STOP, SLOT, SHELF, HELD_ROWS = range(5)
-RANK, FIRST_HEAD, LAST_HEAD, TILES, FIRST_ROW, LAST_ROW, REGION_ROWS = range(7)
+RANK, FIRST_HEAD, LAST_HEAD, TILES, FIRST_ROW, LAST_ROW = range(6)
 PAIRS, ROW_TILES, OWN_PAIRS, OWN_ROW_TILES, SUMS = range(5)
 QUERIES, KEYS, LOW, HIGH = range(4)
 NOTHING = -1

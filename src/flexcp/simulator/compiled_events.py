@@ -41,7 +41,7 @@ POSTED, COMPUTED, ARRIVED = range(3)
 WHOM, WHAT = 22, 2
 """Bits for the rank or chunk and for the kind of an event; 39 bits are left for its nanoseconds, nine minutes."""
 MOST_CHUNKS = 1 << WHOM
-LATENCY, IN_LINE, RULES = range(3)
+LATENCY, IN_LINE = range(2)
 SLOW, LINK = range(2)
 PACK, TAKE_IN = range(2)
 SLOT, STAGE_POSTED, STAGE_OPEN, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROWS = range(10)

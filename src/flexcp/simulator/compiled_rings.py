@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.jit import compiled, compiled_fused, compiled_inline, compiled_leaf
 from flexcp.cost import TILE_ROWS
+from flexcp.masks.compiled_area import band_area
 from flexcp.simulator.compiled_ring_runs import (
     BEGIN,
     END,
@@ -273,22 +274,3 @@ def first_ending_after(runs, low, high, token):
         else:
             high = middle
     return low
-
-
-@compiled_leaf
-def band_area(q0, q1, k0, k1, lo, hi):
-    """Return the number of pairs (q, k) with ``lo <= k - q <= hi``, ``q0 <= q < q1`` and ``k0 <= k < k1``."""
-    lo, hi = max(lo, k0 - q1 + 1), min(hi, k1 - 1 - q0)
-    if q0 >= q1 or k0 >= k1 or lo > hi:
-        return 0
-    width = k1 - k0
-    upper = ramp(q1 + hi + 1 - k0, width) - ramp(q0 + hi + 1 - k0, width)
-    return upper - ramp(q1 + lo - k0, width) + ramp(q0 + lo - k0, width)
-
-
-@compiled_leaf
-def ramp(x, width):
-    """Return the sum of ``min(j, width)`` over all j from 0 to ``x - 1``; 0 if ``x`` is not positive."""
-    x = max(x, 0)
-    inside = min(x, width + 1)
-    return inside * (inside - 1) // 2 + (x - inside) * width

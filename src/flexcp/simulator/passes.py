@@ -21,7 +21,7 @@ from flexcp.plan.program import Program, Transfers
 from flexcp.plan.slots import pass_inputs
 from flexcp.simulator.copies import Copies, copy_mbps, find_copies
 from flexcp.simulator.messages import TimedChunks, find_chunks
-from flexcp.simulator.slot_work import MaskWork, SlotWork, slot_ns, slot_work
+from flexcp.simulator.slot_work import MaskWork, slot_ns, slot_work
 
 Ints = NDArray[np.int64]
 TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "receive across")
@@ -80,7 +80,7 @@ class Event(NamedTuple):
 class PassModel:
     """Work and messages of a pass (one mask in one direction), the same in every layer, and how it is executed.
 
-    ``found`` is the work of every slot, and ``ns[rank, slot]`` the nanoseconds of its compute without disturbance,
+    ``ns[rank, slot]`` are the nanoseconds of its compute without disturbance,
     under the slot's margin (multiprocessors left to transfers). While transfers of the rank are under way, compute
     takes ``slow[rank, slot]`` per mille of that time, and the transfers have ``link[rank, slot]`` per mille of their
     speed. ``copies`` are added to the time in which a slot is busy. ``latency_ns`` passes between posting a stage and
@@ -90,7 +90,6 @@ class PassModel:
     name: str
     ranks: int
     backward: bool
-    found: SlotWork
     ns: Ints
     chunks: TimedChunks
     rules: Rules
@@ -181,9 +180,7 @@ def pass_model(
     ns = -(-ns * alone // 1000)
     name = f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}"
     copies = _copies(plan, mask, backward, cost, rules, inputs)
-    return PassModel(
-        name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, how, slow, link, copies
-    )
+    return PassModel(name, plan.ranks, backward, ns, chunks, rules, plan.cluster.latency_ns, how, slow, link, copies)
 
 
 def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, inputs: Transfers) -> Copies:

@@ -44,6 +44,8 @@ from flexcp.simulator.step_parts import Training, collective_ns, sync_at_the_end
 Ints = NDArray[np.int64]
 Models = Sequence[tuple[PassModel, PassModel]]
 """The models of the forward and the backward pass of every mask."""
+ATTENTION, WAIT, LINEAR, SYNC = range(4)
+"""The parts of a step's time, as :class:`StepTime` names them: rows of ``StepTime.ranks``."""
 SIMULATED_LAYERS = 2
 """Of the layers under each mask, this many are simulated in each direction; the others are extrapolated."""
 
@@ -185,26 +187,24 @@ def simulate(
 def simulated_step(
     plan: Plan,
     training: Training,
-    rules: Rules = Rules(),
     models: Models | None = None,
 ) -> StepTime:
     """Return the time of a whole training step, without the separate passes that :func:`simulate` runs as well.
 
-    ``models`` are those of the plan under these rules (:func:`pass_models`), if they are known.
+    ``models`` are those of the plan (:func:`pass_models`), if they are known.
     """
-    return _whole_step(plan, plan.cost, pass_models(plan, rules) if models is None else models, training)
+    return _whole_step(plan, plan.cost, pass_models(plan) if models is None else models, training)
 
 
 def pass_models(
     plan: Plan,
-    rules: Rules = Rules(),
     like: Plan | None = None,
     known: Models = (),
 ) -> Models:
     """Return the models of the forward and the backward pass of every mask.
 
-    ``known`` are the models of ``like``, another plan of the same placement and cost, under the same rules. Passes that
-    are the same in both plans are not modelled again.
+    ``known`` are the models of ``like``, another plan of the same placement and cost. Passes that are the same in
+    both plans are not modelled again.
     """
     found = []
     for mask, pair in enumerate(plan.programs):
@@ -213,7 +213,7 @@ def pass_models(
         # If keys are kept, the backward reads them from what its forward received.
         same[True] = same[True] and (same[False] or not pair[True].keys_kept)
         forward, backward = (
-            known[mask][way] if same[way] else pass_model(plan, mask, way, plan.cost, rules, None, shared)
+            known[mask][way] if same[way] else pass_model(plan, mask, way, plan.cost, Rules(), None, shared)
             for way in (False, True)
         )
         found.append((forward, backward))
@@ -245,7 +245,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: Models, training: Training)
     ways = ((False, forward), (True, linear + inside - forward))
     # Attention, waits, other layers and sync of each rank so far; their sum is when the rank can begin the next layer.
     spent = np.zeros((4, plan.ranks), np.int64)
-    spent[3] += sync_at_the_ends_ns(cluster, cost, training)
+    spent[SYNC] += sync_at_the_ends_ns(cluster, cost, training)
     for backward, rest in ways:
         for model, mask, programs in zip(models, plan.batch.masks, plan.programs, strict=True):
             simulated = min(mask.layers, SIMULATED_LAYERS)
@@ -258,14 +258,14 @@ def _whole_step(plan: Plan, cost: CostModel, models: Models, training: Training)
                 spent += layer
                 spent += _late_weights_ns(plan, cost, training, int(begin.max()), spent.sum(axis=0))
             if more := mask.layers - simulated:
-                busy = layer.sum(axis=0) - layer[1]
+                busy = layer.sum(axis=0) - layer[WAIT]
                 groups = _reached_by_messages(programs[backward].transfers, plan.ranks)
                 took = _layer_ns(groups, begin, begin + layer.sum(axis=0), busy)
-                layer[1] = took - busy
+                layer[WAIT] = took - busy
                 spent += more * layer
                 last_begin = int(begin.max()) + more * int(took.max())
                 spent += _late_weights_ns(plan, cost, training, last_begin, spent.sum(axis=0))
-    spent[2] += cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
+    spent[LINEAR] += cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     done = spent.sum(axis=0)
     attention, wait, other, sync = (int(part) for part in spent[:, done.argmax()])
     return StepTime(int(done.max()), attention, wait, other, sync, spent)
@@ -310,8 +310,8 @@ def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin
     if training.sync == "fsdp":
         collective = collective_ns(plan.cluster, cost, training.model.layer_parameters)
         late = np.maximum(last_begin + collective - ready, 0)
-        found[3] = np.minimum(late, collective)
-        found[1] = late - found[3]
+        found[SYNC] = np.minimum(late, collective)
+        found[WAIT] = late - found[SYNC]
     return found
 
 

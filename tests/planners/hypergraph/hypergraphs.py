@@ -13,11 +13,11 @@ from flexcp.cost import CostModel
 from flexcp.masks import causal, causal_blockwise, lambda_, window
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
+from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.blocks.blocks import pack_rows
 from flexcp.planners.hypergraph.hypergraph import DEFAULT_TOLERANCE, _candidate, _limits
 from flexcp.planners.hypergraph.search import Search
 from flexcp.planners.request import Request
-from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.masks import tree_of
+from flexcp.masks.tree_of import common_beginning, tree_of
 
 Ints = NDArray[np.int64]
 
@@ -63,7 +63,9 @@ def _ranges(sequences: Sequence[Ints], least_shared: int, most: int) -> list[lis
             # Consider the ends that keep at least half of the sequences that fit, and take the one where neighbours
             # share the fewest tokens; of equally good ones, the last.
             ends = range(count, (count - 1) // 2, -1)
-            count = min(ends, key=lambda end: (_shared(sequences[order[end - 1]], sequences[order[end]]), -end))
+            count = min(
+                ends, key=lambda end: (common_beginning(sequences[order[end - 1]], sequences[order[end]]), -end)
+            )
         found.append(order[:count])
         order = order[count:]
     return found
@@ -81,10 +83,3 @@ def _fitting(sequences: Sequence[Ints], order: list[int], least_shared: int, mos
 def _tokens(sequences: Sequence[Ints], numbers: list[int], least_shared: int) -> int:
     """Return the number of tokens of the tree that the sequences with these numbers make."""
     return len(tree_of([sequences[number] for number in numbers], least_shared))
-
-
-def _shared(one: Ints, other: Ints) -> int:
-    """Return the length of the common beginning of two sequences, in tokens."""
-    both = min(len(one), len(other))
-    differ = np.flatnonzero(one[:both] != other[:both])
-    return int(differ[0]) if len(differ) else both

@@ -27,8 +27,6 @@ class KnownSource:
     Raise ValueError if a document is too long and the limits refuse it, or if all are dropped.
     """
 
-    reads_all = False
-
     def __init__(self, dataset: Any, lengths: Ints, reading: Reading) -> None:
         self.dataset, self.lengths, self.reading = dataset, lengths, reading
         self.schema: Schema | None = None

@@ -59,8 +59,6 @@ class ReadSource:
     ``samples`` is the number of samples, None for a stream. Methods that may read are called by all ranks together.
     """
 
-    reads_all = True
-
     def __init__(self, dataset: Any, samples: int | None, reading: Reading, peers: Peers) -> None:
         self.dataset, self.samples, self.reading, self.peers = dataset, samples, reading, peers
         self.schema: Schema | None = None

@@ -283,7 +283,7 @@ def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Co
     parents = sequences.predecessors[children]
     order = children[np.lexsort((row[parents], owner[parents]))]
     counts = np.bincount(owner[parents], minlength=placement.ranks).tolist()
-    everyone = all_gathered(values, counts, collectives, "step.log_probs")
+    everyone = all_gathered(values, counts, collectives, "step.gather_sequences")
     stream = everyone.new_zeros(len(sequences.predecessors)).index_copy(0, uploaded(order, values.device), everyone)
     return [stream[uploaded(sequences.path(number), values.device)] for number in range(len(sequences))]
 

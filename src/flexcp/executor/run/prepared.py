@@ -117,19 +117,19 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
     closes: list[list[int]] = [[] for _ in work]
     for number, at in last.items():
         closes[at].append(number)
-    ready = (
+    return Prepared(
         program,
-        module,
-        work,
-        recipe.opens,
-        closes,
-        frozenset(last),
-        {number: _dq_states(program, work, number, types) for number in last},
-        finished is not None or finishes,
-        recipe.sends,
-        recipe.receives,
+        kernel=module,
+        work=work,
+        opens=recipe.opens,
+        closes=closes,
+        open_shelves=frozenset(last),
+        dq_states={number: _dq_states(program, work, number, types) for number in last},
+        finishes=finished is not None or finishes,
+        sends=recipe.sends,
+        receives=recipe.receives,
+        packing=_packing(recipe, shape, types),
     )
-    return Prepared(*ready, _packing(recipe, shape, types))
 
 
 def _dq_states(program: RankProgram, work: list[list[PreparedWork]], number: int, types: Types) -> Tensor:

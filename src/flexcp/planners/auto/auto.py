@@ -75,8 +75,8 @@ WRONG_PERCENT = (70, 130)
 VARIANT_PERMILLE = 950
 """The least time that other settings of a candidate are expected to take, per mille of the candidate's price."""
 TOLD_PERMILLE = 900
-"""The least bound on candidates that were passed over which the note tells, per mille of the time of the plan taken:
-of a lower one nothing follows.
+"""The note gives the bound of candidates that were passed over only if it is at least this, per mille of the time of
+the plan taken: a lower bound says nothing about how close they come.
 """
 LARGE = 400_000
 """Below ``HIGH_EFFORT``, static methods with more transfers in the backward are only scheduled if nothing else is."""

@@ -6,14 +6,7 @@ import numpy as np
 
 from flexcp.arrays.compiled_heap import pop, push
 from flexcp.arrays.jit import compiled, compiled_leaf
-
-
-@compiled_leaf
-def ramp(x, width):
-    """Return the sum of clamp(j, 0, width) over all j < x."""
-    x = max(x, 0)
-    inside = min(x, width + 1)
-    return inside * (inside - 1) // 2 + (x - inside) * width
+from flexcp.masks.compiled_area import ramp
 
 
 @compiled_leaf

@@ -54,7 +54,7 @@ def tree_reads(mask: LayerMask, slices: Ints, nested: Ints, lengths: Ints) -> Tr
         kept[at] = True
     first = offsets(kept.astype(np.int64))[mask.first]
     slices = slices[kept]
-    around, level = nesting(first, slices)
+    _, around, level = nesting(first, slices)
     for document in deep.tolist():
         nested[document] = 1 + level[first[document] : first[document + 1]].max()
     return TreeReads(slices, first, around, nested)

@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import offsets, spread
 from flexcp.batch import Batch, LayerMask
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1, cut, is_empty, rows_area
-from flexcp.masks.nested import FEW, NOT_NESTED
 from flexcp.planners.blocks.deep_trees import tree_reads
 
 Ints = NDArray[np.int64]
@@ -206,9 +205,7 @@ def _tree_levels(mask: LayerMask, slices: Ints, lengths: Ints) -> Ints:
     In a tree, every row sees itself, all rows before it in its slice, and all keys of the slices around it.
     """
     found = np.zeros(len(lengths), np.int64)
-    nested = np.flatnonzero(np.diff(mask.first) >= FEW)
-    nested = nested[mask.nesting.around[mask.first[nested]] != NOT_NESTED]
-    for document in nested.tolist():
+    for document in np.flatnonzero(mask.nesting.nested).tolist():
         mine = slice(int(mask.first[document]), int(mask.first[document + 1]))
         q0, q1, k0, k1, lo, hi = slices[mine].T
         tiled = np.array_equal(k0, q0) and np.array_equal(k1, np.append(q0[1:], lengths[document])) and q0[0] == 0
