@@ -9,6 +9,7 @@ leases, errors, several steps, recomputation), and that results do not depend on
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -291,12 +292,51 @@ def test_after_an_error_the_bytes_are_given_up() -> None:
         assert memory.data_ptr() != late.data_ptr()  # a late message may still be written there
 
 
+class Owner:
+    """Something that views are made for."""
+
+
+def kept_views(arena: Arena, owner: Owner, size: int = 64) -> Tensor:
+    """Return what the arena keeps for an owner: a view of the first bytes of a lease."""
+    with arena.lease(size, CPU) as memory:
+        return arena.kept(owner, memory, lambda whole: whole[:8])
+
+
+def test_views_are_made_once_for_an_owner_and_the_arenas_own_bytes() -> None:
+    arena, one, other = Arena(), Owner(), Owner()
+    first = kept_views(arena, one)
+    assert kept_views(arena, one) is first and kept_views(arena, other) is not first
+    with arena.lease(64, CPU) as outer, arena.lease(64, CPU) as inner:
+        assert arena.kept(one, outer, lambda whole: whole[:8]) is first
+        strange = arena.kept(one, inner, lambda whole: whole[:8])
+        assert strange.data_ptr() == inner.data_ptr() != first.data_ptr()
+    assert kept_views(arena, one) is first, "nothing of a second lease is kept"
+
+
+def test_views_are_forgotten_with_their_owner_and_with_their_bytes() -> None:
+    arena, owner = Arena(), Owner()
+    first = weakref.ref(kept_views(arena, owner))
+    assert first() is not None
+    grown = kept_views(arena, owner, 1000)
+    assert first() is None and grown.data_ptr() == kept_views(arena, owner, 1000).data_ptr()
+    lost = weakref.ref(grown)
+    with pytest.raises(RuntimeError, match="lost"), arena.lease(64, CPU):
+        raise RuntimeError("a message was lost on its way here")
+    del grown
+    assert lost() is None
+    last = weakref.ref(kept_views(arena, owner))
+    del owner
+    assert last() is None
+
+
 def test_messages_lie_side_by_side_at_whole_lines() -> None:
     memory = torch.zeros(600, dtype=torch.uint8)
     buffers = Buffers([(3, 100), (1, 130), (2, 8)], memory)
     ends = [(peer, x.data_ptr() - memory.data_ptr(), len(x)) for peer, x in buffers.messages]
     assert ends == [(3, 0, 100), (1, 128, 130), (2, 384, 8)]
     assert len(buffers.memory) == 512
+    assert buffers.part(1, 2, 5) is buffers.part(1, 2, 5) and buffers.part(1, 2, 5).storage_offset() == 130
+    assert len(buffers.part(1, 2, 6)) == 4
 
 
 # --- keys kept for the backward pass ----------------------------------------------------------------------------------

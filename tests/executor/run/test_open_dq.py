@@ -23,7 +23,7 @@ from torch import Tensor
 import flexcp
 from flexcp.executor.kernels import Settings, cpu
 from flexcp.executor.kernels.dq_states import ADDED, EMPTY, OTHERS
-from flexcp.executor.run import message_layout, pass_recipe, prepared
+from flexcp.executor.run import message_layout, pass_memory, pass_recipe, prepared
 from flexcp.executor.run import rank_program as rank_programs
 from flexcp.executor.run.laid_rows import NO_AREAS
 from flexcp.executor.run.message_layout import types_of
@@ -50,7 +50,7 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
     With ``slots``, dq is left open only before that slot; with ``finishing``, the kernel closes dq into the final
     tensor.
     """
-    plain, touched, laid_out = cpu.backward, pass_recipe.touched_dq, message_layout._laid_out
+    plain, touched, laid_out = cpu.backward, pass_recipe.touched_dq, message_layout.laid_out
     calls: list[str] = []
 
     def backward(*arguments: Any, opened: Tensor | None = None, first_head: int = 0) -> None:
@@ -99,7 +99,8 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
         patch.setattr(cpu, "backward", backward)
         patch.setattr(cpu, "open_dq", open_dq, raising=False)
         patch.setattr(cpu, "close_dq", closed, raising=False)
-        patch.setattr(message_layout, "_laid_out", uninitialised)
+        for module in (message_layout, pass_memory):
+            patch.setattr(module, "laid_out", uninitialised)
         patch.setattr(pass_recipe, "touched_dq", sooner)
         patch.setattr(cpu, "FINISHES", finishing, raising=False)
         patch.setattr(pass_recipe, "finished_rows", lambda program: None)

@@ -22,14 +22,18 @@ Why it is safe to use the bytes again, within a pass and by the next one:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from flexcp.plan.memory import aligned_starts
+
+Made = TypeVar("Made")
 
 
 class Arena:
@@ -38,6 +42,8 @@ class Arena:
     def __init__(self) -> None:
         self._least = 0
         self._memory: Tensor | None = None
+        self._kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """What was made of the memory, by what it was made for; forgotten with either."""
         self._left: torch.cuda.Event | None = None
         self._lock = Lock()
 
@@ -67,15 +73,30 @@ class Arena:
                 self._left.record(torch.cuda.current_stream(device))
         except BaseException:
             self._memory = self._left = None
+            self._kept.clear()
             raise
         finally:
             self._lock.release()
+
+    def kept(self, owner: object, memory: Tensor, make: Callable[[Tensor], Made]) -> Made:
+        """Return ``make(memory)``, made once for an owner and the arena's own bytes.
+
+        ``memory`` is what a lease yields; an owner always leases the same size. What is made must not refer to its
+        owner, with which it is forgotten. Of memory that a second lease got for itself, nothing is kept.
+        """
+        if self._memory is None or memory.data_ptr() != self._memory.data_ptr():
+            return make(memory)
+        found: Made | None = self._kept.get(owner)
+        if found is None:
+            found = self._kept[owner] = make(memory)
+        return found
 
     def _ready(self, size: int, device: torch.device) -> Tensor:
         """Return memory of at least ``size`` bytes that the last lease no longer uses; allocate it if needed."""
         memory = self._memory
         if memory is None or memory.numel() < size or memory.device != device:
             # Free the old memory first, so that both need not fit on the device together.
+            self._kept.clear()
             self._memory = self._left = memory = None
             self._memory = memory = _allocated(max(size, self._least), device)
         elif self._left is not None:
@@ -95,6 +116,7 @@ class Buffers:
         starts = aligned_starts([size for _, size in sizes])
         self.memory = memory[: starts[-1]]
         self._places = {peer: (self.memory, at, size) for (peer, size), at in zip(sizes, starts, strict=False)}
+        self._parts: dict[tuple[int, int, int], Tensor] = {}
         assert len(self._places) == len(sizes), f"two messages of one peer: {sizes}"
 
     @property
@@ -103,9 +125,12 @@ class Buffers:
         return [(peer, self.part(peer, 0, size)) for peer, (_, _, size) in self._places.items()]
 
     def part(self, peer: int, start: int, stop: int) -> Tensor:
-        """Return bytes ``start`` to ``stop`` (exclusive) of the message of a peer."""
-        memory, at, _ = self._places[peer]
-        return memory[at + start : at + stop]
+        """Return bytes ``start`` to ``stop`` (exclusive) of the message of a peer, as a view that is made once."""
+        found = self._parts.get((peer, start, stop))
+        if found is None:
+            memory, at, _ = self._places[peer]
+            found = self._parts[peer, start, stop] = memory[at + start : at + stop]
+        return found
 
     @classmethod
     def holding(cls, messages: Mapping[int, Tensor]) -> Buffers:

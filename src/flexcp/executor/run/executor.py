@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.executor.exchange.arena import Arena, Buffers
+from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.laid_rows import FINISHED
-from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_own_results, new_results
+from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_own_results
 from flexcp.executor.run.one_device import local_backward, local_forward
+from flexcp.executor.run.pass_memory import PassMemory
 from flexcp.executor.run.pass_watch import Watch
 from flexcp.executor.run.prepared import Prepared, PreparedWork
 from flexcp.plan.memory import KEYS, QUERIES
@@ -122,18 +123,26 @@ def run_slots(
     allows results in the model's dtype. A program of a single launch may be run so as well.
     """
     with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-        return _PassRun(prepared, runtime, backward, memory, kept, rounded).run(own)
+        what = (prepared.program, prepared.sends, prepared.receives, runtime.shape, runtime.types, backward)
+        views = runtime.arena.kept(prepared, memory, lambda x: PassMemory(*what, x))
+        return _PassRun(prepared, runtime, backward, views, kept, rounded).run(own)
 
 
 class _PassRun:
     """One run of a prepared program.
 
-    ``memory`` is the leased arena. ``kept`` holds, as bytes, the keys and values that a forward keeps for the backward:
-    a forward fills it and a backward reads it. ``rounded`` allows results in the model's dtype.
+    ``memory`` has views of the leased arena. ``kept`` holds, as bytes, the keys and values that a forward keeps for the
+    backward: a forward fills it and a backward reads it. ``rounded`` allows results in the model's dtype.
     """
 
     def __init__(
-        self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor, rounded: bool = False
+        self,
+        prepared: Prepared,
+        runtime: Runtime,
+        backward: bool,
+        memory: PassMemory,
+        kept: Tensor,
+        rounded: bool = False,
     ) -> None:
         self.prepared, self.program = prepared, prepared.program
         self.runtime, self.backward = runtime, backward
@@ -142,6 +151,7 @@ class _PassRun:
         self.may_open = backward and not runtime.settings.deterministic
         self.open_shelves = prepared.open_shelves if self.may_open else frozenset()
         self.opened: dict[int, Any] = {}
+        self._settings: dict[tuple[int, bool], Settings] = {}
         self.rounded = rounded
         self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
@@ -169,11 +179,7 @@ class _PassRun:
             if mark is not None:
                 mark()
             for number in self.prepared.opens[stage]:
-                shelf, kept = shelves[number], self.program.kept.get(number)
-                room = self._at("inputs", *shelf.key) if kept is None else self.kept[kept:]
-                self.shelves[number] = new_inputs(shelf, *new, room)
-                clear_dq = number not in self.open_shelves
-                self.shelves[number] |= new_results(shelf, *new, self._at("results", *shelf.key), clear_dq)
+                self.shelves[number] = self._arriving(number)
             if arrived is not None:
                 packing.unpack(stage, arrived, self.shelves)
             packing.move(stage, self.shelves)
@@ -182,10 +188,8 @@ class _PassRun:
             if mark is not None:
                 mark()
             margin = self.program.margins[stage] if self.runtime.margin is None else self.runtime.margin
-            settings = self.runtime.settings
-            settings = settings if margin == settings.sm_margin else replace(settings, sm_margin=margin)
             for work in self.prepared.work[stage]:
-                self._compute(work, settings)
+                self._compute(work, margin)
             if self.may_open:
                 for number in self.prepared.closes[stage]:
                     rows, states = self.shelves[number], self.prepared.dq_states[number]
@@ -216,20 +220,32 @@ class _PassRun:
         """Pack the messages of a stage and start its transfers, if this rank has any in it."""
         if not (self.prepared.sends[stage] or self.prepared.receives[stage]):
             return
-        leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage))
+        leaving = self.memory.messages("sends", stage)
         self.prepared.packing.pack(stage, leaving, self.shelves)
-        arriving = Buffers(self.prepared.receives[stage], self._at("receives", stage))
-        self.exchange.post(stage, leaving, arriving)
+        self.exchange.post(stage, leaving, self.memory.messages("receives", stage))
 
-    def _at(self, *tenant: str | int) -> Tensor:
-        """Return the arena's bytes from a buffer's first byte on; empty if the layout does not have that buffer.
+    def _arriving(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of a shelf of what arrives, with its results cleared."""
+        found, kept = self.memory.shelf(number), self.program.kept.get(number)
+        for name, part, value in found.cleared:
+            if name == "dq" and number in self.open_shelves:
+                continue
+            part.fill_(value)
+        if kept is None:
+            return found.inputs | found.results
+        how = (self.backward, self.runtime.shape, self.runtime.types)
+        return new_inputs(self.program.shelves[number], *how, self.kept[kept:]) | found.results
 
-        ``tenant`` is the buffer's name in :class:`flexcp.plan.memory.Layout`, such as ``("sends", 2)``.
-        """
-        return self.memory[self.program.layout.offsets.get(tenant, self.memory.numel()) :]
+    def _settings_with(self, margin: int, open_dq: bool) -> Settings:
+        """Return the kernel's settings for this margin and whether dq may be left open."""
+        found = self._settings.get((margin, open_dq))
+        if found is None:
+            found = replace(self.runtime.settings, sm_margin=margin, open_dq=open_dq)
+            self._settings[margin, open_dq] = found
+        return found
 
-    def _compute(self, work: PreparedWork, settings: Settings) -> None:
-        """Run one kernel launch on the tensors of its shelves."""
+    def _compute(self, work: PreparedWork, margin: int) -> None:
+        """Run one kernel launch on the tensors of its shelves, leaving so many multiprocessors free."""
         q = _of_heads(self.shelves[work.work.q_shelf], work.heads)
         kv = _of_heads(self.shelves[work.work.kv_shelf], work.groups)
         kernel = self.prepared.kernel
@@ -237,11 +253,12 @@ class _PassRun:
             inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
             opens = self.may_open and work.open_dq
             shared = {"opened": self._opened(work), "first_head": work.heads.start} if opens else {}
-            settings = replace(settings, open_dq=opens)
+            settings = self._settings_with(margin, opens)
             kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"], **shared)
         else:
             finishes = self.finishes and work.work.q_shelf == QUERIES
             last = {"finished_THV": q["finished"]} if finishes else {}
+            settings = self._settings_with(margin, self.runtime.settings.open_dq)
             kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"], **last)
 
     def _opened(self, work: PreparedWork) -> Any:

@@ -55,7 +55,7 @@ def new_inputs(
     shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return uninitialised tensors for the inputs of a shelf, by field name; they lie in ``memory`` if it is given."""
-    return _laid_out(shelf, backward, False, shape, types, memory)
+    return laid_out(shelf, backward, False, shape, types, memory)
 
 
 def new_results(
@@ -65,14 +65,20 @@ def new_results(
 
     Without ``clear_dq``, dq is left uninitialised.
     """
-    found = _laid_out(shelf, backward, True, shape, types, memory)
-    if found and memory is not None and shelf.side == KEYS:  # one launch clears dk and dv, which lie side by side
-        memory[: _starts(shelf, backward, True, shape)[-1]].zero_()
-        return found
-    for name, x in found.items():
+    found = laid_out(shelf, backward, True, shape, types, memory)
+    for name, part, value in cleared_parts(found, shelf, backward, shape, memory):
         if clear_dq or name != "dq":
-            x.fill_(-torch.inf if name == "lse" else 0.0)
+            part.fill_(value)
     return found
+
+
+def cleared_parts(
+    results: dict[str, Tensor], shelf: Shelf, backward: bool, shape: Shape, memory: Tensor | None
+) -> list[tuple[str, Tensor, float]]:
+    """Return what to fill with which value before work adds to the results of a shelf, and a field that lies there."""
+    if results and memory is not None and shelf.side == KEYS:  # one launch clears dk and dv, which lie side by side
+        return [("dk", memory[: _starts(shelf, backward, True, shape)[-1]], 0.0)]
+    return [(name, x, -torch.inf if name == "lse" else 0.0) for name, x in results.items()]
 
 
 def new_own_results(
@@ -92,7 +98,7 @@ def new_own_results(
     that finishes writes every row, so its sums are left uninitialised. ``opens`` says that the kernel may leave dq in a
     form of its own for some time. Without ``clear_dq``, dq is left uninitialised too.
     """
-    found = _laid_out(shelf, backward, True, shape, types, None)
+    found = laid_out(shelf, backward, True, shape, types, None)
     all_laid = cover_all(laid, shelf.h1 - shelf.h0, shelf.rows)
     for name, x in found.items():
         if not all_laid and not (finishes and name in ("out", "lse")) and (clear_dq or name != "dq"):
@@ -104,7 +110,7 @@ def new_own_results(
     return found
 
 
-def _laid_out(
+def laid_out(
     shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the uninitialised inputs or results of a shelf, by field name.

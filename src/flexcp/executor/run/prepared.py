@@ -51,7 +51,7 @@ class PreparedWork:
     open_dq: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A program that is ready to run on one kernel and device.
 
