@@ -28,8 +28,15 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.user_layouts import user_layout
 from flexcp.planners.auto import auto as auto_module
-from flexcp.planners.auto.auto import MOST_SIMULATED, _Search, auto, auto_plan, step_ns, variant_ns
-from flexcp.planners.auto.candidates import HIGH_EFFORT, Candidate, find_candidates
+from flexcp.planners.auto.auto import DEFAULT_EFFORT, MOST_SIMULATED, _Search, auto, auto_plan, step_ns, variant_ns
+from flexcp.planners.auto.candidates import (
+    HIGH_EFFORT,
+    LEAST_EFFORT,
+    MOST_RANKS_OF_OTHERS,
+    OTHERS,
+    Candidate,
+    find_candidates,
+)
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
@@ -284,7 +291,7 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
     asked = request([30_000, *[8000] * 5, *[200] * 200])
     names = [c.name for c in find_candidates(asked, 16)]
     assert auto_plan(asked).strategy == min(tried["simulated"], key=names.index)
-    dynamic = [name for name in names if name.startswith(("blocks", "groups"))]
+    dynamic = [name for name in names if name.startswith(("blocks", "groups", *OTHERS))]
     assert dynamic == names[-len(dynamic) :] and dynamic[:2] == ["blocks", "groups:team=4"], "static ones come first"
 
 
@@ -416,6 +423,49 @@ def test_more_effort_tries_more(tried: dict[str, list[str]]) -> None:
     tried["placed"].clear()
     auto(asked)
     assert few == tried["placed"][:4] and {"blocks", "groups:team=4"} <= set(few) and len(tried["placed"]) <= 16
+
+
+def test_a_small_batch_is_tried_in_every_way_unless_effort_is_given(tried: dict[str, list[str]]) -> None:
+    """Of two documents and 4,096 tokens, prices of static methods are so optimistic that the fastest one, which cuts
+    nothing, comes after all that the usual number of candidates has room for.
+    """
+    asked = request([666, 3430], window(1023, 0), cluster("h100", 2, 2), shape=Shape(4, 1, 128, 128))
+    plan = auto_plan(asked)
+    assert plan.strategy == "dp" and len(tried["placed"]) > DEFAULT_EFFORT
+    usual = auto_plan(replace(asked, effort=DEFAULT_EFFORT))
+    assert usual.strategy != "dp" and step_ns(usual) > step_ns(plan)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "machine", "shape", "taken"),
+    [
+        ([7168], causal(), ("h100", 7, 1), Shape(8, 1, 128, 128), "minheap"),
+        ([252, 291, 4229, 647, 653, 26_696], shared_question(), ("h200", 16, 1), Shape(8, 2, 128, 128), "fcp"),
+        (draw_lengths("longtail", 16_384 * 7, 233), causal(), ("a100", 7, 1), Shape(4, 1, 128, 128), "hdp"),
+    ],
+    ids=["minheap", "fcp", "hdp"],
+)
+def test_planners_of_other_systems_are_taken_where_they_win(
+    lengths: list[int], mask: Any, machine: tuple[str, int, int], shape: Shape, taken: str
+) -> None:
+    asked = attention_only(request(lengths, mask, cluster(*machine), shape=shape))
+    plan = auto_plan(asked)
+    known = (asked.shape, asked.cluster, asked.cost)
+    others = {name: step_ns(make_plan(place(asked), *known, name)) for name, place in OTHERS.items()}
+    assert plan.strategy == taken and step_ns(plan) <= others[taken] == min(others.values())
+    own = [c for c in find_candidates(asked, DEFAULT_EFFORT) if c.name.startswith(("blocks", "groups"))]
+    assert all(events > 1.02 * step_ns(plan) for candidate in own for _, events in simulated(asked, candidate))
+
+
+def test_planners_of_other_systems_are_for_few_ranks_and_free_layouts() -> None:
+    def others(asked: Request, effort: int = DEFAULT_EFFORT) -> list[str]:
+        return [c.name for c in find_candidates(asked, effort) if c.name in OTHERS]
+
+    lengths = draw_lengths("web", 2048 * 40, 0)
+    most = request(lengths, machine=cluster("h100", MOST_RANKS_OF_OTHERS // 8, 8))
+    assert others(most) == list(OTHERS) and others(most, LEAST_EFFORT) == []
+    assert others(replace(most, cluster=cluster("h100", MOST_RANKS_OF_OTHERS // 8 + 1, 8))) == []
+    assert others(replace(most, layout=user_layout("contiguous", most.batch.tokens, most.ranks))) == []
 
 
 def test_effort_is_not_passed_on() -> None:

@@ -35,7 +35,9 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
 - **Effort.** No clock is used. ``effort`` is how many candidates may be placed: 2 means ``blocks`` and the most
   promising static candidate; the default adds ``groups`` and the static candidates that can still win; ``HIGH_EFFORT``
   adds ``hypergraph`` if Mt-KaHyPar is installed. Below ``HIGH_EFFORT``, static methods with more than ``LARGE``
-  transfers are passed over, because scheduling one would take longer than all others together.
+  transfers are passed over, because scheduling one would take longer than all others together. If the request gives no
+  effort, more candidates are placed and simulated as long as their plans have fewer than ``FEW_TRANSFERS`` transfers
+  together: prices are least certain in small batches, whose plans take little time to simulate.
 
 If the user gave tolerances or limits on memory or peers, candidates that break one are dropped. As long as all
 candidates break one, more are tried than the effort says.
@@ -68,6 +70,8 @@ MANY_REGIONS = 150_000
 
 The closed form counts all regions and takes longer than the event simulator, which counts rings by position.
 """
+FEW_TRANSFERS = 2000
+"""Without an effort in the request, numbers of candidates are not limited before so many transfers are simulated."""
 NEAR_PERMILLE = 1030
 """Dynamic plans with at most this time, per mille of the fastest one's, are compared under wrong prices as well."""
 WRONG_PERCENT = (70, 130)
@@ -162,6 +166,7 @@ class _Search:
     ``effort`` is how many candidates may be placed, ``placed`` how many were, and ``accepted`` how many placements kept
     all limits. ``passed_over`` is the lowest price that was not simulated, by how candidates deal documents
     (:attr:`~flexcp.planners.auto.candidates.Candidate.dealing`). ``refusals`` say why candidates were dropped.
+    ``transfers`` counts those of all simulated plans.
     """
 
     def __init__(self, request: Request, effort: int) -> None:
@@ -173,6 +178,7 @@ class _Search:
         self.best: _Simulated | None = None
         self.passed_over: dict[str, int] = {}
         self.refusals: list[str] = []
+        self.transfers = 0
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Place or simulate the candidate with the lowest known price, again and again, until no other can win."""
@@ -192,7 +198,7 @@ class _Search:
                     self._simulate(item, order)
                 else:
                     self._pass_over(price, item)
-            elif (self.placed < self.effort or not self.accepted) and self._may_simulate(item):
+            elif self._may_place() and self._may_simulate(item):
                 if item.closer_ns is not None:
                     closer = max(item.least_ns, item.optimistic(item.closer_ns()))
                     heapq.heappush(queue, (closer, order, 0, replace(item, least_ns=closer, closer_ns=None)))
@@ -215,18 +221,27 @@ class _Search:
             return price * WORTH_TRYING < self.best.ns * (WORTH_TRYING - 1)
         return price < self.best.ns
 
+    def _is_small(self) -> bool:
+        """Return whether so little was simulated that numbers of candidates need no limit."""
+        return self.request.effort is None and self.transfers < FEW_TRANSFERS
+
+    def _may_place(self) -> bool:
+        """Return whether another candidate may be placed."""
+        return self.placed < self.effort or not self.accepted or self._is_small()
+
     def _may_simulate(self, candidate: Candidate) -> bool:
         """Return whether a candidate may be simulated.
 
         Large ones may not below ``HIGH_EFFORT``, once there is a result. Others may while fewer than ``MOST_SIMULATED``
-        were, and so may the first static candidate of each way to distribute documents (by tokens, by load).
+        were, and so may small ones and the first static candidate of each way to distribute documents (by tokens, by
+        load).
         """
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
             return False
         first_of_its_dealing = candidate.is_static and all(
             s.candidate.dealing != candidate.dealing for s in self.simulated
         )
-        return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing
+        return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing or self._is_small()
 
     def _place(self, candidate: Candidate) -> Iterator[_Placed]:
         """Yield the placements of a candidate that keep all limits, with their prices; note why others are refused."""
@@ -275,6 +290,7 @@ class _Search:
             models = pass_models(plan)
             ns = step_ns(plan, self.request.training, models)
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis, models))
+        self.transfers += sum(len(one.transfers) for pair in plan.programs for one in pair)
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def choose_among_near_ones(self) -> None:

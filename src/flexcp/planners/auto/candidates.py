@@ -3,9 +3,9 @@
 - The static methods, each kind with a few degrees. Documents are distributed to groups by tokens and, if a degree makes
   several groups, also by load. The lower bound is arithmetic on sums over all documents. A closer bound distributes the
   documents, and is computed only when it is needed (:mod:`flexcp.planners.static.bounds`).
-- The dynamic planners. To add one, or another argument of one, add a row in :func:`_dynamic`. No dynamic planner is
-  expected to come closer to perfectly divided compute than 1 / ``NEARLY_PERFECT``. So if a static method is that fast,
-  no dynamic planner is called.
+- The dynamic planners, and on up to ``MOST_RANKS_OF_OTHERS`` ranks some of other systems (``OTHERS``). To add one, or another argument of one, add a row in :func:`_dynamic`. No dynamic planner is expected to
+  come closer to perfectly divided compute than 1 / ``NEARLY_PERFECT``. So if a static method is that fast, no dynamic
+  planner is called.
 
 With a fixed layout only methods that span all ranks can run: ``blocks`` and the static methods without a degree.
 """
@@ -23,6 +23,9 @@ from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.blocks.blocks import searched_settings as settings_of_blocks
 from flexcp.planners.groups.groups import all_groupings, searched_by_keys, searched_settings
+from flexcp.planners.published.fcp import fcp
+from flexcp.planners.published.hdp import hdp
+from flexcp.planners.published.minheap import minheap
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
@@ -34,6 +37,15 @@ LEAST_EFFORT = 2
 """The least effort: ``blocks`` and one static method."""
 HIGH_EFFORT = 64
 """The effort from which on ``hypergraph`` is a candidate."""
+OTHERS: dict[str, Place] = {"minheap": minheap, "hdp": hdp, "fcp": fcp}
+"""Planners of other systems that are candidates.
+
+They sometimes win with few tokens or few documents a rank, where every cut and every message is felt.
+"""
+MOST_RANKS_OF_OTHERS = 32
+"""On more ranks they are no candidates: their plans receive much more than those of ``groups`` there, and pricing them
+takes long.
+"""
 TOLERANT = ("blocks", "hypergraph")
 """Planners that keep the user's tolerances.
 
@@ -44,9 +56,9 @@ NEARLY_PERFECT = 128
 """A dynamic planner is expected to need at least 1/128 more time than perfectly divided compute."""
 NEARLY_PERFECT_BY_KEYS = 12
 """The same for ``groups`` whose teams divide keys: it computes rows in more parts and sums up their results."""
-OVERPRICED_GROUPS = 20
-"""How much the closed form may overestimate the time of ``groups`` on several nodes, per mille; that of ``blocks`` is
-taken as it is (see the lab notes).
+OVERPRICED_DYNAMIC = 20
+"""How much the closed form may overestimate the time of dynamic plans on several nodes, per mille; that of ``blocks``
+is taken as it is (see the lab notes).
 """
 OVERPRICED_HEADS = 20
 """How much it may overestimate the time of static methods that split heads, per mille.
@@ -155,6 +167,8 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
         rows += [("groups", all_groupings, argument, NEARLY_PERFECT_BY_KEYS) for argument in searched_by_keys(request)]
         variants = settings_of_blocks(request)
         rows += [("blocks", blocks, argument, NEARLY_PERFECT) for argument in variants]
+        if request.ranks <= MOST_RANKS_OF_OTHERS:
+            rows += [(name, place, "", NEARLY_PERFECT) for name, place in OTHERS.items()]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 
@@ -166,7 +180,7 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
             asked = replace(asked, compute_tolerance=None, token_tolerance=None)
         full_name = _full_name(name, argument)
         other = _full_name("blocks", variants[argument]) if argument in variants else ""
-        over = OVERPRICED_GROUPS if name != "blocks" and request.cluster.nodes > 1 else 0
+        over = OVERPRICED_DYNAMIC if name != "blocks" and request.cluster.nodes > 1 else 0
         yield Candidate(full_name, place, asked, perfect + perfect // nearly, variant_of=other, overpriced=over)
 
 
