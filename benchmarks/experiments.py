@@ -78,8 +78,8 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "flexcp on Libra's lengths",
             "`python benchmarks/libra.py`. Whole steps of llama3-8b on 8x8 H100, 32K tokens a rank, FSDP; Libra's "
             "model, cluster and batch are not published. The bound is Ulysses over a step with attention at its floor "
-            "and all other layers divided evenly, nothing exchanged and no gradients synchronised: where it is below "
-            "the published ratio, no placement reaches that ratio here.",
+            "and the rest of each layer divided evenly, nothing exchanged and no gradients synchronised: where it is "
+            "below the published ratio, no placement reaches that ratio here.",
             lambda: libra.lengths_table(few),
         ),
     ]

@@ -8,8 +8,8 @@ FSDP. Ulysses runs over the 8 ranks of a node, the largest degree its 8 KV heads
 parallelism outside.
 
 The *bound* is Ulysses over a lower bound for the step: attention at the floor of its bounds (perfectly divided compute,
-or bytes that must move) and all other layers divided evenly, with nothing exchanged and no gradients synchronised. If
-it is below the published ratio, no placement reaches that ratio in this setting.
+or bytes that must move) and the rest of each layer divided evenly, with nothing exchanged and no gradients
+synchronised. If it is below the published ratio, no placement reaches that ratio in this setting.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from __future__ import annotations
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
-from flexcp.simulator.training import Simulation
+from flexcp.simulator.training import LINEAR, Simulation
 from papers_runs import Runs, step_ns
 from simulated import mean, step_of, table
 
 PUBLISHED = {"libra256k": 1.79, "libra1m": 2.54}
 ULYSSES = "ulysses:8"
-OTHER_LAYERS = 2
-"""Index of the other layers among the parts of a step's time on a rank."""
 
 
 def floor_ns(simulation: Simulation) -> float:
     """Return a lower bound for a step with the same batch."""
     assert simulation.step is not None
     attention = sum(simulation.bounds(way).floor for way in (False, True))
-    return attention + float(simulation.step.ranks[OTHER_LAYERS].mean())
+    return attention + float(simulation.step.ranks[LINEAR].mean())
 
 
 def lengths_table(seeds: int = 3, nodes: int = 8, tokens: int = 32_768) -> list[str]:

@@ -317,8 +317,8 @@ def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:
 
 
 def answer_of(name: str, parts: list[list[int]], work: list[int]) -> Answer:
-    """An answer of one pass. ``parts`` are the times of attention, waiting, other layers and sync of each rank,
-    ``work`` the query-key pairs of each rank.
+    """An answer of one pass. ``parts`` are the times of attention, waiting, the rest of each layer and sync of
+    each rank, ``work`` the query-key pairs of each rank.
     """
     ranks = np.array(parts, np.int64).T
     done = ranks.sum(axis=0)

@@ -300,7 +300,7 @@ def test_tensor_parallelism_divides_ranks_and_heads(command: str) -> None:
     assert says in divided.output
     alike = ["--lengths", "9000,800,31", "--heads", "4", "--kv-heads", "1", "--head-dim", "64", *words[-2:]]
     by_hand = run(command, *alike, "--cluster", "h100:4x1")
-    if command == "plan":  # the same placement; only the hash differs, which includes the cost of other layers
+    if command == "plan":  # the same placement; only the hash differs, which includes the cost of whole layers
         lines = divided.stdout.splitlines()
         assert lines[1:] == by_hand.stdout.splitlines()[1:] and "h100:4x1" in lines[0]
     else:

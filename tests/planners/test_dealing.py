@@ -52,7 +52,7 @@ def test_by_hand() -> None:
     assert groups(dealt(request(lengths, 2, cap=192), 2, 8)) == [[1], [0, 2, 3, 4, 5, 6]]
 
 
-def test_tiles_and_other_layers_are_part_of_a_load() -> None:
+def test_tiles_and_the_rest_of_each_layer_are_part_of_a_load() -> None:
     """Eight documents of 40 tokens have 6,560 pairs, one of 120 has 7,260."""
     lengths = [120, *([40] * 8)]
     alone = request(lengths, 2)
@@ -65,7 +65,7 @@ def test_tiles_and_other_layers_are_part_of_a_load() -> None:
     # 5 tiles and 180,300 pairs are more than 8 tiles, but less than the 4 x 8 tiles of documents cut into 4 parts.
     assert groups(dealt(tiles, 2, 1)) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert len(dealt(tiles, 2, 4)[0]) > 1
-    # Where the other layers cost over 1,000 pairs a token, tokens decide: 120 + 2 x 40 and 6 x 40.
+    # Where the rest of each layer costs over 1,000 pairs a token, tokens decide: 120 + 2 x 40 and 6 x 40.
     linear = replace(alone, cost=CostModel(row_tile_pairs=0))
     assert linear.cost.pairs_per_token(SHAPE) > 1000
     assert [sum(lengths[d] for d in documents) for documents in groups(dealt(linear, 2, 1))] == [200, 240]

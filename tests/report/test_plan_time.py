@@ -34,7 +34,7 @@ def test_perfect_compute_has_the_vocabulary_where_the_time_has_it() -> None:
 
 
 def test_a_steps_parts_are_its_attention_waits_and_everything_else() -> None:
-    """Gradient sync is counted with the other layers; a rank that finishes early waits for the slowest rank."""
+    """Gradient sync is counted with the rest of each layer; a rank that finishes early waits for the slowest rank."""
     parts = np.array([[40, 10, 0], [5, 0, 90], [30, 20, 0], [10, 3, 0]])
     found = PlanTime.of_step(StepTime(90, 40, 5, 30, 10, parts), 7, "pass", "words")
     assert found.attention_ns.tolist() == [40, 10, 0] and found.linear_ns.tolist() == [40, 23, 0]

@@ -237,8 +237,8 @@ def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
 
 
 def test_ranks_that_need_results_of_each_other_wait() -> None:
-    """Unequal tokens balance the sum of attention and other layers, but the other layers wait for results of other
-    ranks.
+    """Unequal tokens balance the sum of attention and the rest of each layer, but that rest waits for results of
+    other ranks.
     """
     planner = flexcp.Planner(32, 8, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks", model=LLAMA.model)
     lengths, masks = draw_lengths("libra256k", 65_536), {"all": (flexcp.causal(), 8)}

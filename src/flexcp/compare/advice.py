@@ -122,7 +122,7 @@ class Answer:
     def uneven(self) -> float:
         """Compute of the slowest ranks beyond the mean of all ranks, as a share of the whole time (below 0 if less).
 
-        Compute is attention and other layers.
+        Compute is attention and the rest of each layer.
         """
         beyond = (
             step.attention_ns + step.linear_ns - float(step.ranks[[ATTENTION, LINEAR]].sum(axis=0).mean())

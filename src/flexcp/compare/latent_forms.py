@@ -91,7 +91,8 @@ class LatentForms:
         cluster, cost = plan.cluster, plan.cost
         found = predict(plan.placement, plan.shape, cluster, cost)
         layers = sum(mask.layers for mask in plan.batch.masks)
-        # Other layers take the same time in all forms, and so does expanding a rank's own tokens once, a projection.
+        # The rest of each layer takes the same time in all forms, and so does expanding a rank's own tokens once, a
+        # projection.
         linear = layers * cost.linear_ns(plan.placement.tokens, self.shape("expanded"), cluster)
         peak = cluster.gflops * cost.linear_efficiency * np.array(cluster.rank_speeds, np.int64)
         more = layers * self.expansion_flops(form, plan) * 1_000_000 // peak  # efficiency and speeds are per mille

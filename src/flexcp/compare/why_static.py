@@ -44,7 +44,7 @@ def why_static(advice: Advice) -> str:
     attention = static.share("attention") + static.share("wait")
     if attention < SMALL_SHARE:
         return (
-            f"attention, waiting included, is {100 * attention:.1f} % of the step; other layers take "
+            f"attention, waiting included, is {100 * attention:.1f} % of the step; the rest of each layer takes "
             f"{100 * static.share('linear'):.0f} % and exposed gradient sync {100 * static.share('sync'):.0f} %"
         )
     best = min((a for a in (static, advice.swap, advice.free) if a is not None), key=lambda a: a.total_ns)

@@ -231,7 +231,7 @@ def step_of(packed_seq_params: Any) -> Step:
 def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
     """Return a planner for a ``TransformerConfig``.
 
-    It plans for this rank's heads under tensor parallelism, and knows the cost of the other layers. ``cluster``
+    It plans for this rank's heads under tensor parallelism, and knows the cost of the rest of each layer. ``cluster``
     describes the pool, the data-parallel x context-parallel ranks that share a micro-batch. Megatron numbers
     tensor-parallel ranks first, so with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool.
     ``options`` go to :class:`flexcp.Planner`.
@@ -245,7 +245,7 @@ def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
         head_dim = v_head_dim = config.kv_channels
     experts = config.num_moe_experts and config.moe_router_topk
     feed_forward = config.moe_ffn_hidden_size if experts else config.ffn_hidden_size
-    # Tensor parallelism divides the other layers' work as it divides heads.
+    # Tensor parallelism divides the work of the rest of each layer as it divides heads.
     model = Model("megatron", config.hidden_size, config.num_layers, max(1, feed_forward // tp), experts or 1)
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(config.params_dtype).removeprefix("torch.")
     return Planner(

@@ -14,7 +14,8 @@ data-parallel) ranks.
   their slowest GPU, so a rank is as fast as the slowest GPU it stands for.
 - *Heads.* Query heads are divided evenly, and so are KV heads. If there are fewer KV heads than tensor-parallel ranks,
   each rank has a copy of one.
-- *Other layers.* Projections and feed-forwards are divided by ``tp``, layers by ``pp``. All stages run the same plan.
+- *The rest of each layer.* Projections and feed-forwards are divided by ``tp``, layers by ``pp``. All stages run the
+  same plan.
 - *Experts.* Expert parallelism places feed-forwards on ranks that all do attention, so it changes neither ranks nor
   heads.
 """

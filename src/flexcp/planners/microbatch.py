@@ -13,7 +13,7 @@ go together; each micro-batch is then a batch like any other, for any strategy.
 3. *Repaired.* Documents are moved or exchanged between the slowest micro-batch and another, as long as this makes the
    slowest faster.
 
-A load is an integer: the (query, key) pairs of attention over all layers, plus the cost of the rest of the layers as a
+A load is an integer: the (query, key) pairs of attention over all layers, plus the cost of the rest of each layer as a
 number of pairs that cost as much (:meth:`flexcp.cost.CostModel.pairs_per_token`). Documents keep their stream order
 inside a micro-batch, and micro-batches are ordered by their first document. There are never more micro-batches than
 best fit decreasing needs, which for many documents is at most about 11/9 of the smallest possible number.
@@ -44,7 +44,7 @@ CLOSE_TO_MEAN = 1000
 
 
 def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
-    """Return the cost of each document over all layers in (query, key) pairs, including the rest of the layers."""
+    """Return the cost of each document over all layers in (query, key) pairs, including the rest of each layer."""
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
     attention = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths)

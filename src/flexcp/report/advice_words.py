@@ -96,7 +96,8 @@ def _attention(masks: Mapping[str, tuple[Mask, int]]) -> str:
 def _share(answer: Answer) -> str:
     return (
         f"attention {100 * answer.share('attention'):.0f} %, waiting for others {100 * answer.share('wait'):.0f} %, "
-        f"other layers {100 * answer.share('linear'):.0f} %, exposed gradient sync {100 * answer.share('sync'):.0f} %"
+        f"the rest of each layer {100 * answer.share('linear'):.0f} %, exposed gradient sync "
+        f"{100 * answer.share('sync'):.0f} %"
     )
 
 

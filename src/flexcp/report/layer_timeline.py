@@ -40,13 +40,13 @@ def _bars(plan: Plan) -> Iterator[Event]:
     now: Ints = np.zeros(plan.ranks, np.int64)
     for backward in (False, True):
         if backward:
-            yield from _others(now, now + 2 * linear // 3, "other layers backward")
+            yield from _others(now, now + 2 * linear // 3, "rest of the layer backward")
             now = now + 2 * linear // 3
         attention = run_pass(pass_model(plan, 0, backward, plan.cost, Rules()), now)
         yield from attention.events()
         now = attention.done
         if not backward:
-            yield from _others(now, now + linear // 3, "other layers forward")
+            yield from _others(now, now + linear // 3, "rest of the layer forward")
             now = now + linear // 3
 
 

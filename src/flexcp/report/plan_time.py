@@ -23,9 +23,10 @@ Ints = NDArray[np.int64]
 class PlanTime:
     """Simulated nanoseconds of a plan: in total, and for each rank by what it does.
 
-    A rank computes attention (``attention_ns``), waits (``exposed_ns``), or does everything else (``linear_ns``: other
-    layers, gradient sync). ``what`` names the thing that takes this time; ``says`` is a sentence to print above the
-    numbers, if any. ``head_flops`` are a token's FLOPs in the projection to the vocabulary, if the total includes them.
+    A rank computes attention (``attention_ns``), waits (``exposed_ns``), or does everything else (``linear_ns``: the
+    rest of each layer, gradient sync). ``what`` names the thing that takes this time; ``says`` is a sentence to print
+    above the numbers, if any. ``head_flops`` are a token's FLOPs in the projection to the vocabulary, if the total
+    includes them.
     """
 
     total_ns: int
@@ -47,7 +48,7 @@ class PlanTime:
     def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
         """Take the times of a simulated step.
 
-        Gradient sync that nothing hides counts as other layers, and a rank that is done waits for the slowest.
+        Gradient sync that nothing hides counts with the rest of each layer. A rank that is done waits for the slowest.
         """
         attention, linear = step.ranks[ATTENTION], step.ranks[LINEAR] + step.ranks[SYNC]
         waits = np.maximum(step.total_ns - attention - linear, 0)

@@ -34,7 +34,7 @@ KEYS = '<p class="tools">{}</p>'.format(
         for kind, text in (
             ("attention", "attention"),
             ("exposed", "waiting for others"),
-            ("linear", "the rest: other layers, gradient sync"),
+            ("linear", "the rest: projections, feed-forward, gradient sync"),
         )
     )
 )

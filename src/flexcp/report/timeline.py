@@ -16,7 +16,7 @@ MOST_BARS = 12_000
 """If there are more bars, transfers are merged more coarsely."""
 TRACKS: dict[str, tuple[str, str, int]] = {
     "compute": ("computes attention", "attention", 0),
-    "other": ("computes other layers", "linear", 0),
+    "other": ("computes the rest of the layer", "linear", 0),
     "wait": ("waits", "exposed", 0),
     "receive inside": ("receives inside its node", "send", 1),
     "receive across": ("receives from another node", "across", 1),
@@ -127,7 +127,7 @@ def timeline_figure(number: int, data: dict[str, Any], ranks: int, caption: str)
         f'<span class="key"><i style="background:var(--{colour})"></i>{text}</span>'
         for colour, text in (
             ("attention", "attention"),
-            ("linear", "other layers"),
+            ("linear", "the rest of the layer"),
             ("exposed", "waits"),
             ("send", "transfers inside a node"),
             ("across", "transfers between nodes"),

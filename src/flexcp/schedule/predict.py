@@ -53,7 +53,7 @@ class Prediction:
     """What a step is predicted to cost, forward and backward.
 
     For each rank over all layers, in nanoseconds: ``attention_ns`` is what it computes in attention, ``exposed_ns`` how
-    long it waits for messages there, and ``linear_ns`` the rest of the layers. ``moves`` are what moves in one layer of
+    long it waits for messages there, and ``linear_ns`` the rest of each layer. ``moves`` are what moves in one layer of
     each mask, forward then backward, mask by mask.
     """
 

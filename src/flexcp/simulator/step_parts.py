@@ -29,7 +29,7 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a step besides attention: the other layers and the vocabulary of ``model``, and collectives.
+    """The parts of a step besides attention: the rest of each layer and the vocabulary of ``model``, and collectives.
 
     ``model`` is one rank's share of the model if tensor parallelism over ``tp`` ranks divides it. ``sync`` is how
     gradients are summed: ``"fsdp"``, ``"allreduce"`` or ``"none"``. ``overlap_permille`` of a layer's time can hide the
@@ -54,7 +54,7 @@ def layers_alone(cost: CostModel, shape: Shape) -> Training:
 def beyond_layers_ns(
     tokens: Ints, layers: int, shape: Shape, cluster: Cluster, cost: CostModel, training: Training
 ) -> Ints:
-    """Return the least nanoseconds of a step besides attention and the other layers, for each rank.
+    """Return the least nanoseconds of a step besides attention and the rest of each layer, for each rank.
 
     ``tokens[rank]`` is how many tokens a rank has. The time consists of the vocabulary's projection, the collectives of
     tensor parallelism, and the part of the gradient sync that nothing can hide.

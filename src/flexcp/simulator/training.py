@@ -20,8 +20,8 @@ includes its collectives inside the node. The projection to the vocabulary comes
 
 All layers under one mask are alike, so two of them are simulated. For each of the others, ranks that are connected by
 messages take the same time: the time from the last begin to the last end among them in the second layer, but at least
-the busy time of the busiest. Every nanosecond of a rank is counted in one of four parts (attention, waits, other
-layers, sync), so the parts of a step add up to its time.
+the busy time of the busiest. Every nanosecond of a rank is counted in one of four parts (attention, waits, the
+rest of each layer, sync), so the parts of a step add up to its time.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ SIMULATED_LAYERS = 2
 class StepTime:
     """The time of a whole step in nanoseconds, and what the slowest rank spends it on.
 
-    ``attention_ns``, ``wait_ns`` (waiting for others), ``linear_ns`` (other layers) and ``sync_ns`` (exposed sync) of
-    the slowest rank add up to ``total_ns``. ``ranks[part, rank]`` are the same four parts of every rank; they add up to
-    the time at which that rank is done.
+    ``attention_ns``, ``wait_ns`` (waiting for others), ``linear_ns`` (the rest of each layer: projections,
+    feed-forward) and ``sync_ns`` (exposed sync) of the slowest rank add up to ``total_ns``. ``ranks[part, rank]`` are
+    the same four parts of every rank; they add up to the time at which that rank is done.
     """
 
     total_ns: int
@@ -243,7 +243,8 @@ def _whole_step(plan: Plan, cost: CostModel, models: Models, training: Training)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
     forward = linear // 3 + inside // 2
     ways = ((False, forward), (True, linear + inside - forward))
-    # Attention, waits, other layers and sync of each rank so far; their sum is when the rank can begin the next layer.
+    # Attention, waits, the rest of each layer and sync of each rank so far; their sum is when the rank can begin the
+    # next layer.
     spent = np.zeros((4, plan.ranks), np.int64)
     spent[SYNC] += sync_at_the_ends_ns(cluster, cost, training)
     for backward, rest in ways:

@@ -105,7 +105,7 @@ def table(found: Comparison) -> str:
     if found.ran:
         lines.append(_units(found.ran[0]))
     lines.append(
-        "bars: # attention, . waiting, = other layers and gradient sync. "
+        "bars: # attention, . waiting, = the rest of each layer and gradient sync. "
         "optimality: attention's time over its lower bound."
     )
     best, by_load = found.best_static, found.best_static_by_load

@@ -122,8 +122,8 @@ def text(found: Simulation, name: str) -> str:
         step = found.step
         lines.append(
             f"step      {step.total_ns / 1e6:.3f} ms on the slowest rank: attention {step.attention_ns / 1e6:.3f}, "
-            f"waiting {step.wait_ns / 1e6:.3f}, other layers {step.linear_ns / 1e6:.3f}, exposed gradient sync "
-            f"{step.sync_ns / 1e6:.3f}; {found.plan.batch.tokens / step.total_ns * 1e9:,.0f} tokens/s"
+            f"waiting {step.wait_ns / 1e6:.3f}, the rest of each layer {step.linear_ns / 1e6:.3f}, exposed gradient "
+            f"sync {step.sync_ns / 1e6:.3f}; {found.plan.batch.tokens / step.total_ns * 1e9:,.0f} tokens/s"
         )
     masks = found.plan.batch.masks
     of = f" of the mask {masks[0].name!r}, the first of {len(masks)}" if len(masks) > 1 else ""

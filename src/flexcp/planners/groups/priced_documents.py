@@ -30,7 +30,7 @@ class PricedDocuments:
     """The costs of a batch's documents over all layers, in (query, key) pairs.
 
     ``attention`` and ``load`` (attention and everything else) are those of each document. ``linear`` is the cost of a
-    token in the rest of the layers, and ``token`` adds what clearing and rounding its results costs. ``row`` is the
+    token in the rest of each layer, and ``token`` adds what clearing and rounding its results costs. ``row`` is the
     cost of a row besides its pairs (``token`` and its share of a row tile). ``cut`` is what a token of a cut document
     costs more than one of a whole document, because rows are passed once more for keys that arrive, and ``exchange[u]``
     the cost of a token that ``u`` ranks split, by heads or by keys, for each of these ranks. All but ``row`` are

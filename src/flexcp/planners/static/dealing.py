@@ -3,10 +3,10 @@
 - *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: documents go longest first to the
   group with the fewest tokens.
 - *By load* (``ulysses:8@load``), as WLB-LLM and trainers for reinforcement learning do: documents go most expensive
-  first to the group with the least work, attention and other layers together. Groups then keep different numbers of
-  tokens, as far as ``max_tokens_per_rank`` allows. Attention is priced by pairs and by the tiles of 128 rows that a
-  document has or is cut into, which are most of the cost of short documents. Communication is not part of the price, so
-  if it takes most of the time, dealing by load can be slower than dealing by tokens.
+  first to the group with the least work, attention and the rest of each layer together. Groups then keep different
+  numbers of tokens, as far as ``max_tokens_per_rank`` allows. Attention is priced by pairs and by the tiles of 128 rows
+  that a document has or is cut into, which are most of the cost of short documents. Communication is not part of the
+  price, so if it takes most of the time, dealing by load can be slower than dealing by tokens.
 
 The documents of each group are in stream order.
 """
