@@ -33,6 +33,9 @@ from flexcp.simulator.step_parts import Training
 class Planner:
     """Plans batches for one attention shape on one cluster.
 
+    ``v_head_dim`` defaults to ``head_dim``; ``dtype`` decides how many bytes move. ``cluster`` is the machine
+    (:func:`flexcp.cluster`); ``cost`` are the prices of compute and transfers, by default analytic.
+
     ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree if the strategy takes one
     (``"zigzag:4"``); ``auto`` chooses the strategy with the least simulated step time. ``model`` says what a layer
     costs outside attention (by default a dense model of hidden size heads x head_dim). ``training`` replaces ``model``
@@ -200,32 +203,33 @@ class Planner:
                 "drop it with tokens='equal' or a fixed layout"
             )
         request = Request(
-            batch,
-            self.shape,
-            self.cluster,
-            self.cost,
-            self.argument,
-            maps,
-            equal,
-            pad_to or 1,
-            self.compute_tolerance,
-            self.token_tolerance,
-            self.max_tokens_per_rank,
-            self.effort,
-            self.max_memory_per_rank,
-            self.keep_kv,
+            batch=batch,
+            shape=self.shape,
+            cluster=self.cluster,
+            cost=self.cost,
+            argument=self.argument,
+            layout=maps,
+            equal_tokens=equal,
+            pad_to=pad_to or 1,
+            compute_tolerance=self.compute_tolerance,
+            token_tolerance=self.token_tolerance,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            effort=self.effort,
+            max_memory_per_rank=self.max_memory_per_rank,
+            keep_kv=self.keep_kv,
             max_peers=self.max_peers,
             priced_tokens=tokens == "priced",
             training=self.training,
         )
         refuse_over_cap(request)
-        known = (self.shape, self.cluster, self.cost)
         if self.strategy == "auto":  # it returns a plan, not a placement, because it has scheduled what it simulated
             plan = auto_plan(request)
         else:
             placement = self.place(request)
             check_queries_stay(request, placement)
-            plan = make_plan(placement, *known, self.strategy, self.keep_kv, request.most_ahead)
+            plan = make_plan(
+                placement, self.shape, self.cluster, self.cost, self.strategy, self.keep_kv, request.most_ahead
+            )
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
         return plan if maps is None else replace(plan, layout_given=True)
