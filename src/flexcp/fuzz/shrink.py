@@ -91,20 +91,20 @@ def _free(case: Case) -> Case:
 
 def _simpler_masks(case: Case) -> Iterator[Case]:
     for number, layer in enumerate(case.layers):
-
-        def with_layer(other: Layer, at: int = number) -> Case:
-            return replace(case, layers=[other if n == at else x for n, x in enumerate(case.layers)])
-
         if layer.layers > 1:
-            yield with_layer(replace(layer, layers=1))
+            yield _with_layer(case, number, replace(layer, layers=1))
         if layer.each:
-            yield with_layer(replace(layer, words=["causal"], each=False))
+            yield _with_layer(case, number, replace(layer, words=["causal"], each=False))
             for document, words in enumerate(layer.words):
                 if words != ["causal"]:
                     simpler = [["causal"] if d == document else w for d, w in enumerate(layer.words)]
-                    yield with_layer(replace(layer, words=simpler))
+                    yield _with_layer(case, number, replace(layer, words=simpler))
         elif layer.words != ["causal"]:
-            yield with_layer(replace(layer, words=["causal"]))
+            yield _with_layer(case, number, replace(layer, words=["causal"]))
+
+
+def _with_layer(case: Case, number: int, layer: Layer) -> Case:
+    return replace(case, layers=[layer if n == number else x for n, x in enumerate(case.layers)])
 
 
 def _fewer_ranks(case: Case) -> Iterator[Case]:

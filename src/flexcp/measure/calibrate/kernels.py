@@ -27,6 +27,8 @@ from flexcp.shape import Shape
 CPU_TOKENS, GPU_TOKENS = (256, 512, 1024, 2048), (2048, 4096, 8192, 16_384)
 LONG = 2048
 """On CPUs, kernels of this many tokens or more are timed only once."""
+GPU_CALLS = 5
+"""How many calls are timed together on a GPU."""
 WORK = ("causal", "full", "docs4", "question", "docs16", "blockwise", "lambda")
 GPU_WORK = (*WORK, "window", "docs64")
 
@@ -144,13 +146,13 @@ def keep_busy() -> None:
         torch.mm(a, a, out=torch.empty_like(a))
 
 
-def _cuda_ns(call: Callable[[], Any], count: int = 5) -> float:
-    """Return the mean nanoseconds of ``count`` calls, between two events on the GPU."""
+def _cuda_ns(call: Callable[[], Any]) -> float:
+    """Return the mean nanoseconds of ``GPU_CALLS`` calls, between two events on the GPU."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     keep_busy()
     first.record()
-    for _ in range(count):
+    for _ in range(GPU_CALLS):
         call()
     last.record()
     torch.cuda.synchronize()
-    return float(first.elapsed_time(last)) * 1e6 / count
+    return float(first.elapsed_time(last)) * 1e6 / GPU_CALLS

@@ -35,6 +35,10 @@ ALLOWED_ERROR = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 """The largest error of a kernel's results in each dtype, relative to the largest exact value if that is above 1."""
 BACKWARD = 2.5
 """FLOPs of a backward relative to a forward: five matrix products instead of two."""
+MATRIX, MATRIX_ROUNDS = 8192, 7
+"""Rows of the square matrices whose product is timed beside the kernels, and how often it is timed."""
+CHECKED = 64
+"""How many random rows, and as many keys, of a kernel's results are checked."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,10 @@ def _milliseconds(call: Callable[[], Any], count: int) -> float:
     return float(first.elapsed_time(last)) / count
 
 
-def matrix_rate(size: int = 8192, rounds: int = 7) -> float:
+def matrix_rate() -> float:
     """Return the TFLOP/s of a bfloat16 matrix product of two square matrices."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / timed({"product": lambda: a @ b}, rounds)["product"] / 1e9
+    a, b = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * MATRIX**3 / timed({"product": lambda: a @ b}, MATRIX_ROUNDS)["product"] / 1e9
 
 
 @dataclass(frozen=True)
@@ -320,8 +324,8 @@ def _varlen_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
     return _autograd_calls(forward, (q, k, v), x.do)
 
 
-def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device, count: int = 64) -> dict[str, float]:
-    """Return the errors of a kernel's results against float64, on ``count`` random rows and keys.
+def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device) -> dict[str, float]:
+    """Return the errors of a kernel's results against float64, on ``CHECKED`` random rows and keys.
 
     Raise AssertionError if one is larger than ``ALLOWED_ERROR``.
     """
@@ -335,7 +339,7 @@ def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device,
     dq, dk, dv = (torch.zeros(t.shape, device=device) for t in (x.q, x.k, x.v))
     kernel.backward(x.q, x.k, x.v, x.do, lse, delta, made, Settings(scale), dq, dk, dv)
     errors: dict[str, list[float]] = {n: [] for n in ("out", "lse", "dq", "dk", "dv")}
-    at = np.random.default_rng(1).integers(0, work.tokens, count)
+    at = np.random.default_rng(1).integers(0, work.tokens, CHECKED)
     seen = _seen(slices, at, work.tokens, by_row=True).to(device)
     told = _seen(slices, at, work.tokens, by_row=False).to(device)
     for group in range(heads.kv_heads):

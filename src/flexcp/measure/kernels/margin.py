@@ -39,6 +39,8 @@ ROWS, KEYS = 8192, 5000
 
 It is as large as a slot of a plan with 8,192 tokens a rank.
 """
+MARGINS = (0, 4, 8, 16, 24)
+"""How many multiprocessors attention leaves free."""
 HEAD_START = 10_000
 """Clock cycles by which a copy begins before attention."""
 OUTLASTS, FITS = 1.5, 0.4
@@ -57,14 +59,8 @@ def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[
             tl.store(target + i, tl.load(source + i, mask=i < n), mask=i < n)
 
 
-def margin_table(
-    margins: tuple[int, ...] = (0, 4, 8, 16, 24), rows: int = ROWS, keys: int = KEYS
-) -> list[dict[str, Any]]:
-    """Measure attention beside a copy; return one row for each direction, kind of transfer and margin.
-
-    A margin is how many multiprocessors attention leaves free. The measured attention is a full rectangle of ``rows`` x
-    ``keys``.
-    """
+def margin_table() -> list[dict[str, Any]]:
+    """Measure attention beside a copy; return one row for each direction, kind of transfer and margin."""
     heads, device = Heads(), torch.device("cuda", torch.cuda.current_device())
     chosen = choose_kernel(device, heads.dtype, heads.head_dim).kernel
     # Attention beside a transfer adds to existing results, which FlashAttention-4 cannot do.
@@ -72,7 +68,7 @@ def margin_table(
     source = torch.ones(BYTES // 4, device=device)
     target = torch.empty_like(source)
     beside = torch.cuda.Stream(priority=-1)
-    attentions = {margin: _calls(kernel, rows, keys, heads, device, margin) for margin in margins}
+    attentions = {margin: _calls(kernel, heads, device, margin) for margin in MARGINS}
     found = []
     for way in ("forward", "backward"):
         for where, channels in CHANNELS.items():
@@ -81,10 +77,10 @@ def margin_table(
             longer, shorter = (partial(copy, max(1, round(share * whole / once))) for share in (OUTLASTS, FITS))
             # All margins take turns in one run, because the chip's clock changes more from minute to minute than the
             # differences measured here.
-            calls = [attentions[margin][way] for margin in margins]
+            calls = [attentions[margin][way] for margin in MARGINS]
             pairs = [(call, other) for call in calls for other in (None, longer, shorter)]
             (_, copy_alone), *times = in_turns([(None, shorter), *pairs], beside)
-            for margin, at in zip(margins, range(0, len(times), 3), strict=True):
+            for margin, at in zip(MARGINS, range(0, len(times), 3), strict=True):
                 (alone, _), (slowed, _), (delayed, copied) = times[at : at + 3]
                 found.append(
                     {
@@ -93,8 +89,8 @@ def margin_table(
                         "where": where,
                         "margin": margin,
                         "channels": channels,
-                        "rows": rows,
-                        "keys": keys,
+                        "rows": ROWS,
+                        "keys": KEYS,
                         "attention alone ms": alone,
                         "attention with copy ms": slowed,
                         "slowdown": slowed / alone,
@@ -113,16 +109,14 @@ def copy_by_blocks(source: Tensor, target: Tensor, channels: int, times: int) ->
     copy_kernel[(channels,)](source, target, source.numel(), times, BLOCK=BLOCK, num_warps=16)
 
 
-def _calls(
-    kernel: str, rows: int, keys: int, heads: Heads, device: torch.device, margin: int
-) -> dict[str, Callable[[], Any]]:
+def _calls(kernel: str, heads: Heads, device: torch.device, margin: int) -> dict[str, Callable[[], Any]]:
     """Return the forward and the backward call of attention that leaves ``margin`` multiprocessors free."""
     from flexcp.measure.kernels.bench import our_calls
 
     settings = Settings(heads.head_dim**-0.5, sm_margin=margin)
-    rectangle = masks.full().slices(rows).copy()
-    rectangle[:, K1] = keys
-    calls = our_calls(kernel, rectangle, random_tensors(max(rows, keys), heads, device), heads, settings)
+    rectangle = masks.full().slices(ROWS).copy()
+    rectangle[:, K1] = KEYS
+    calls = our_calls(kernel, rectangle, random_tensors(max(ROWS, KEYS), heads, device), heads, settings)
     return {"forward": calls.forward, "backward": calls.backward}
 
 

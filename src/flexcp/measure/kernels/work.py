@@ -20,6 +20,8 @@ from flexcp.masks.tree import tree_of_mask
 Ints = NDArray[np.int64]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 WINDOW, SINK, BLOCK, LOCAL, ANSWERS, QUESTION = 4096, 64, 256, 2, 4, 0.2
+SEED = 0
+"""Of everything that is drawn, so that a workload of one name and length is always the same."""
 
 NAMES = ("causal", "full", "window", "lambda", "question", "blockwise", "docs16", "docs64")
 TREES = ("tree-rollouts16", "tree-rollouts64", "tree-pair", "tree-agent")
@@ -63,7 +65,7 @@ class Workload:
         return int(masks.area(self.slices()).sum())
 
 
-def workload(name: str, tokens: int, seed: int = 0) -> Workload:
+def workload(name: str, tokens: int) -> Workload:
     """Return the workload of a name: one of ``NAMES``, ``TREES`` and ``TREE_BATCHES``, or ``docsN``.
 
     ``docsN`` is N causal documents cut at random places. Raise ValueError for another name, or for more documents than
@@ -80,23 +82,23 @@ def workload(name: str, tokens: int, seed: int = 0) -> Workload:
     if name in named:
         return Workload(name, (tokens,), named[name])
     if name in TREES:
-        return Workload(name, (tokens,), _tree(name, tokens, seed))
+        return Workload(name, (tokens,), _tree(name, tokens))
     if name in TREE_BATCHES:
-        return Workload(name, (tokens,), _trees(name, tokens, seed))
+        return Workload(name, (tokens,), _trees(name, tokens))
     if not name.startswith("docs") or not name[4:].isdigit() or not 1 <= int(name[4:]) <= tokens:
         raise ValueError(
             f"unknown workload {name!r}; known are {', '.join(NAMES + TREES + TREE_BATCHES)}, and docsN for any number "
             "of documents N"
         )
-    cuts = np.random.default_rng(seed).choice(np.arange(1, tokens), int(name[4:]) - 1, replace=False)
+    cuts = np.random.default_rng(SEED).choice(np.arange(1, tokens), int(name[4:]) - 1, replace=False)
     lengths = np.diff(np.concatenate([[0], np.sort(cuts), [tokens]]))
     return Workload(name, tuple(int(n) for n in lengths), masks.causal())
 
 
-def _tree(name: str, tokens: int, seed: int) -> Mask:
+def _tree(name: str, tokens: int) -> Mask:
     """Return the mask of a tree of this name with ``tokens`` tokens."""
     if name == "tree-agent":
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(SEED)
         borders = np.unique([0, *rng.integers(1, max(2, tokens), 128), tokens])
         return masks.tree(random_parents(rng, len(borders) - 1, 16), np.diff(borders).tolist())
     prompt, answers = {"tree-rollouts16": (tokens // 4, 16), "tree-rollouts64": (tokens // 2, 64)}.get(
@@ -106,9 +108,9 @@ def _tree(name: str, tokens: int, seed: int) -> Mask:
     return masks.tree([-1] + [0] * answers, [prompt, *np.diff(cuts).tolist()])
 
 
-def _trees(name: str, tokens: int, seed: int) -> Mask:
+def _trees(name: str, tokens: int) -> Mask:
     """Return the mask of many trees, one after the other; the last one ends where ``tokens`` tokens are reached."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     parents: list[int] = []
     lengths: list[int] = []
     while sum(lengths) < tokens:
