@@ -8,6 +8,7 @@ parts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from vision_runs import Arrays, summed_backward, trained
 
 import flexcp
 from flexcp.arrays.totals import imbalance
-from flexcp.data.images import ImageBatch, Span, with_images
+from flexcp.data.images import ImageBatch, Span
 from flexcp.frameworks import multimodal
 from flexcp.frameworks.multimodal import VisionDocument
 from flexcp.measure.ranks import RankPool
@@ -29,6 +30,24 @@ GRIDS = [[(1, 4, 8), (1, 2, 2)], [], [(3, 4, 4)], [(1, 8, 6)], [(1, 2, 4)]]
 TEXTS = [(5, 3, 9), (7,), (2, 11), (1, 4), (3, 1)]
 """Text tokens before, between and after the spans of each document."""
 STEPS = 3
+
+
+def with_images(
+    lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
+) -> ImageBatch:
+    """Make a batch in which each document is at most 16 tokens of text, one span, and text again.
+
+    ``shares[document]`` is the share of the span in the document's tokens, rounded down to whole tokens per frame;
+    without any, the document is text. ``frames[document]`` is the number of frames of the span (1 by default).
+    """
+    spans = []
+    for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):
+        size = int(n * share)
+        count = 1 if frames is None else frames[document]
+        size -= size % count  # whole tokens a frame
+        start = min(16, n - size)
+        spans.append((Span(start, start + size, count),) if size else ())
+    return ImageBatch(tuple(int(n) for n in lengths), tuple(spans), merge)
 
 
 def documents() -> tuple[list[VisionDocument], ImageBatch]:

@@ -13,7 +13,6 @@ the order of the patches and ``encoder_masks`` the masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -152,21 +151,3 @@ def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask
     slices = [(a * merge, b * merge, a * merge, b * merge, None, None) for a, b in pairwise(ends)]
     patches = (order[:, None] * merge + np.arange(merge)).reshape(-1)
     return patches, from_slices(height * width * merge, slices)
-
-
-def with_images(
-    lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
-) -> ImageBatch:
-    """Make a batch in which each document is at most 16 tokens of text, one span, and text again.
-
-    ``shares[document]`` is the share of the span in the document's tokens, rounded down to whole tokens per frame;
-    without any, the document is text. ``frames[document]`` is the number of frames of the span (1 by default).
-    """
-    spans = []
-    for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):
-        size = int(n * share)
-        count = 1 if frames is None else frames[document]
-        size -= size % count  # whole tokens a frame
-        start = min(16, n - size)
-        spans.append((Span(start, start + size, count),) if size else ())
-    return ImageBatch(tuple(int(n) for n in lengths), tuple(spans), merge)
