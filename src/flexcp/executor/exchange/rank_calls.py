@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.io.setting_checks import check_whole
 from flexcp.plan.issue import issued_parts
 from flexcp.plan.plan import Plan
 
@@ -55,8 +56,8 @@ class CallSettings:
     def __post_init__(self) -> None:
         for name, least in (("rounds_per_call", 0), ("chunk_bytes", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name} is a whole number of at least {least}, or None; got {value!r}")
+            if value is not None:
+                check_whole(name, value, f"a whole number of at least {least}, or None", least)
         if self.chunk_bytes is not None and not self.rounds_per_call:
             raise ValueError(
                 f"chunk_bytes={self.chunk_bytes} cuts messages for rounds; give rounds_per_call too, or neither"
