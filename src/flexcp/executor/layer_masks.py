@@ -12,7 +12,7 @@ from flexcp.batch import Batch, LayerMask
 from flexcp.masks import NO_LIMIT, Mask, causal
 from flexcp.masks import window as window_mask
 from flexcp.masks import window_of_tree as _left_of_tree
-from flexcp.masks.tree import NAME as TREE
+from flexcp.masks.mask import TREE
 
 
 class MissingMaskError(ValueError):

@@ -39,7 +39,7 @@ from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
 from flexcp.frameworks.huggingface_layers import CHUNKED, PLANNED, refuse_unless_handled
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
 from flexcp.masks import Mask, causal, chunked, window, windowed
-from flexcp.masks.tree import NAME as TREE
+from flexcp.masks.mask import TREE
 from flexcp.models.config import attention_heads
 from flexcp.models.config_fields import Fields
 from flexcp.plan.positions import refuse_branches

@@ -14,18 +14,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from flexcp.masks.mask import EXPLICIT, Mask
+from flexcp.masks.mask import EXPLICIT, TREE, Mask
 from flexcp.masks.named import question_and_answer
 from flexcp.masks.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Ints, is_empty, trim
-from flexcp.masks.tree import NAME, ROOT, Tree, tree_of_mask
+from flexcp.masks.tree import ROOT, Tree, tree_of_mask
 
-MAY_BRANCH = (NAME, "shared-question", EXPLICIT)
+MAY_BRANCH = (TREE, "shared-question", EXPLICIT)
 """Names of masks under which a document may be a tree."""
 
 
 def tree_under(mask: Mask, length: int) -> Tree | None:
     """Return the tree that a document of ``length`` tokens is under ``mask``, or None if the mask makes no tree."""
-    if mask.name == NAME:
+    if mask.name == TREE:
         return tree_of_mask(mask) if length == mask.length else None
     borders = _answers(mask, length)
     if borders is None or np.count_nonzero(np.diff(borders)) < 2:

@@ -17,6 +17,8 @@ from flexcp.masks.slices import LONGEST, UNBOUNDED, Ints, is_empty, trim
 
 EXPLICIT = "slices"
 """The name of masks that are given as a table of slices."""
+TREE = "tree"
+"""The name of masks of trees (:mod:`flexcp.masks.tree`)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Mask:
     def __str__(self) -> str:
         if self.name == EXPLICIT:
             return f"slices[{len(self.table)} for {self.length} tokens]"
-        if self.name == "tree":
+        if self.name == TREE:
             parents, _, ends, left = self.params
             counts = f"{len(parents)} segments, {len(ends)} sequences, {self.length} tokens"  # type: ignore[arg-type]
             unbounded = int(left) >= UNBOUNDED  # type: ignore[arg-type]

@@ -20,10 +20,9 @@ from functools import cached_property
 import numpy as np
 
 from flexcp.io.plain_values import shown
-from flexcp.masks.mask import Mask, document_length, reach, token_count
+from flexcp.masks.mask import TREE, Mask, document_length, reach, token_count
 from flexcp.masks.slices import UNBOUNDED, Ints
 
-NAME = "tree"
 ROOT = -1
 MAX_WINDOW_SLICES = 1 << 17
 """The most slices that a window over a tree may need; a mask with more raises NotImplementedError."""
@@ -202,7 +201,7 @@ def tree(
     back = UNBOUNDED if left is None else min(reach(left), UNBOUNDED)
     if back < 0:
         raise ValueError(f"left is how many tokens before it a token sees, 0 or more; got {left}")
-    return Mask(NAME, (tuple(above), tuple(tokens), tuple(last), back), total)
+    return Mask(TREE, (tuple(above), tuple(tokens), tuple(last), back), total)
 
 
 def tree_order(parents: Sequence[int]) -> list[int]:

@@ -21,6 +21,7 @@ from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.io.plain_values import flag, integer, items, mapping, text
 from flexcp.masks import Mask
+from flexcp.masks.mask import TREE
 from flexcp.plan.placement import Traffic
 from flexcp.shape import Shape
 
@@ -103,7 +104,7 @@ def _saved_rule(rule: Mask) -> list[Any]:
 
     The segments and ends of a tree are left out: they are columns of the file.
     """
-    return [rule.name, rule.params[3:] if rule.name == "tree" else rule.params, rule.length]
+    return [rule.name, rule.params[3:] if rule.name == TREE else rule.params, rule.length]
 
 
 def _hashed_programs(plan: Plan) -> list[list[list[Any]]]:

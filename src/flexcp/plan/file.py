@@ -44,6 +44,7 @@ from flexcp.arrays.tables import Table
 from flexcp.batch import Batch, make_batch
 from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, shown, small_integer
 from flexcp.masks import Mask
+from flexcp.masks.mask import TREE
 from flexcp.plan.execution import Execution, one_call_ahead
 from flexcp.plan.fields import MAX_RANKS, different_rules, read_facts, saved_facts, version_1_header
 from flexcp.plan.placement import Placement, Regions, Runs
@@ -54,7 +55,6 @@ from flexcp.shape import QUERY_SIDED, Kind, Shape
 Ints = NDArray[np.int64]
 SomeTable = TypeVar("SomeTable", bound=Table)
 
-TREE = "tree"
 MAGIC = b"\x8fflexcp\n"
 VERSION, OLDEST = 4, 1
 _PREFIX = struct.Struct("<8sIQQ16s")
