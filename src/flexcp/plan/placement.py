@@ -184,3 +184,10 @@ class Placement:
         index, slices = self.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
         heads = (regions.h1 - regions.h0)[index]
         return sums(regions.rank[index], area(slices) * heads, self.ranks)
+
+    def work_of_layers(self) -> Ints:
+        """Return the (query, key) pairs x query heads that each rank computes, summed over all layers of all masks."""
+        found = np.zeros(self.ranks, np.int64)
+        for number, mask in enumerate(self.batch.masks):
+            found += mask.layers * self.work(number)
+        return found

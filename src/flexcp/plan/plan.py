@@ -163,9 +163,7 @@ class Plan:
 
     def work_of_layers(self) -> Ints:
         """Return the (query, key) pairs x query heads that each rank computes, summed over all layers of all masks."""
-        from flexcp.plan.statistics import work_of_layers
-
-        return work_of_layers(self)
+        return self.placement.work_of_layers()
 
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None

@@ -1,4 +1,4 @@
-"""Statistics: the bytes that ranks send each other in a plan, and the work of ranks over all layers."""
+"""Statistics: the bytes that ranks send each other in a plan, and with which ranks a rank exchanges."""
 
 from __future__ import annotations
 
@@ -36,14 +36,6 @@ def bytes_a_layer(plan: Plan) -> int:
         for way in (False, True)
     )
     return moved // sum(mask.layers for mask in masks)
-
-
-def work_of_layers(plan: Plan) -> Ints:
-    """Return the (query, key) pairs x query heads that each rank computes, summed over all layers."""
-    found = np.zeros(plan.ranks, np.int64)
-    for number, mask in enumerate(plan.batch.masks):
-        found += mask.layers * plan.work(number)
-    return found
 
 
 def peers_of(plan: Plan, rank: int) -> list[int]:

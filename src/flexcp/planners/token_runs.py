@@ -127,10 +127,9 @@ def check_tolerances(request: Request, placement: Placement) -> None:
                 f"token_tolerance={request.token_tolerance:g} allows {most}; raise it"
             )
     if request.compute_tolerance is not None:
-        layers = sum(m.layers for m in batch.masks)
-        work = np.array([m.layers * placement.work(i) for i, m in enumerate(batch.masks)]).sum(axis=0)
+        work = placement.work_of_layers()
         total, speeds = int(work.sum()), request.cluster.rank_speeds
-        row = int(batch.lengths.max()) * request.shape.heads * layers
+        row = int(batch.lengths.max()) * request.shape.heads * batch.layers
         allowed = [math.floor(total * s * (1 + request.compute_tolerance) / sum(speeds)) + row for s in speeds]
         over = work - np.array(allowed)
         if over.max() > 0:
