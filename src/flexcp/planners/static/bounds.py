@@ -80,9 +80,9 @@ class StaticMethod:
     def cuts(self) -> int:
         """How many parts each document is cut into, for dealing by load, which counts the row tiles that cuts add.
 
-        Unlike ``parts``, this counts the two middle parts of a zig-zag separately, although one rank has both.
+        Unlike ``parts``, this counts the two middle parts of a zig-zag separately (:func:`static.parts_of`).
         """
-        return {"ring": self.positions, "zigzag": 2 * self.positions, "usp": 2 * self.positions}.get(self.strategy, 1)
+        return static.parts_of(self.strategy, self.positions)
 
     def regions(self, documents: int) -> int:
         """Return about how many regions a placement of this many documents has."""

@@ -129,10 +129,12 @@ def _zigzag(start: Ints, length: Ints, positions: int) -> list[Ranges]:
     return [(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])) for a, b in pairs]
 
 
-def _parts(cutter: Cutter, positions: int) -> int:
-    """Return into how many parts ``cutter`` cuts each document; 1 if it does not cut documents one by one."""
-    parts: dict[Cutter, int] = {_consecutive: positions, _zigzag: 2 * positions}
-    return parts.get(cutter, 1)
+def parts_of(strategy: str, positions: int) -> int:
+    """Return into how many parts a strategy cuts each document; 1 if it does not cut documents one by one.
+
+    The two middle parts of a zig-zag count separately, although one rank has both.
+    """
+    return {"ring": positions, "zigzag": 2 * positions, "usp": 2 * positions}.get(strategy, 1)
 
 
 def _packed(start: Ints, length: Ints, positions: int) -> list[Ranges]:
@@ -165,7 +167,7 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter, n
 
     ``cutter`` divides the documents of a group over the ring positions (rows of its grid), and the tokens of a position
     are divided evenly over its ranks. All ranks of a position compute its rows, each for its head group. ``traffic`` is
-    a kind of :class:`~flexcp.plan.placement.Traffic`. ``name`` is the strategy, for messages.
+    a kind of :class:`~flexcp.plan.placement.Traffic`. ``name`` is the strategy.
     """
     refuse_tolerances(request)
     batch = request.batch
@@ -183,7 +185,7 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter, n
             raise Refused("this layout scatters tokens in runs too short for a static strategy's messages; use blocks")
     else:
         ranks, starts, stops = [], [], []
-        parts = _parts(cutter, len(grids[0]))
+        parts = parts_of(name, len(grids[0]))
         for grid, mine in zip(grids, dealt(request, len(grids), parts), strict=True):
             rows = cutter(batch.starts[mine], batch.lengths[mine], len(grid))
             for row, ranges in zip(grid, rows, strict=True):
