@@ -103,11 +103,11 @@ def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: 
     # A dq to which only work lists add is complete when it is closed.
     closed_once = bool(untouched) and only_lists_add_to_dq(program, untouched)
     finishes = can_finish and recipe.backward and closed_once and recipe.has_own_lists
-    model = (shape, kernel, module, types, lists)
+    target = (shape, kernel, module, types, lists)
     work = [
         [
             _prepared(
-                w, at < untouched.get(w.work.q_shelf, 0), None if finished is None else finished[at][number], *model
+                w, at < untouched.get(w.work.q_shelf, 0), None if finished is None else finished[at][number], *target
             )
             for number, w in enumerate(slot)
         ]
