@@ -316,4 +316,4 @@ def test_a_hugging_face_loss_is_said_where_it_is_trained_on(two: RankPool, wrapp
 
 def test_frameworks_that_know_their_loss_say_so_before_a_backward() -> None:
     plan = flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([3, 4])
-    assert all(step.losses.said for step in PlannedMicroBatches([([0, 1], plan)]).steps)
+    assert all(step.losses.settled for step in PlannedMicroBatches([([0, 1], plan)]).steps)

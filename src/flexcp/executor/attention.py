@@ -33,7 +33,7 @@ from flexcp.executor.arguments import (
 )
 from flexcp.executor.kernels import accumulator_dtype
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient, sinks_gradient, with_sinks
-from flexcp.executor.layer_masks import checked_name, mask_number, passable
+from flexcp.executor.layer_masks import checked_name, checked_window, mask_number
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.step import Step, check_bound
@@ -97,7 +97,7 @@ def attention(
     check_running(kernel, deterministic, sm_margin, return_lse)
     check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)
     numbers = Numbers(attention_scale(q, scale), softcap, deterministic, sm_margin, kernel)
-    layer = Layer(checked_name(mask), passable(window))
+    layer = Layer(checked_name(mask), checked_window(window))
     out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, *layer)[:2]
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["step"] = step  # keeps the step alive until the backward has run

@@ -64,7 +64,7 @@ def checked_name(name: str | None) -> str | None:
     return name
 
 
-def passable(window: int | None) -> int | None:
+def checked_window(window: int | None) -> int | None:
     """Return a layer's window, limited to what an integer argument of a torch operator can hold.
 
     Configurations write huge numbers for "no limit". Raise ValueError unless the window is None or an int of at least

@@ -160,7 +160,7 @@ class Step:
         """
         self._check_rows(local, "step.gather")
         # A loss of gathered rows is that of the whole batch on every rank, and its gradients are right if averaged.
-        return self.losses.say(local_rows.gather(local, self.plan.placement, self.collectives))
+        return self.losses.report(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
         """Shift rows by ``shift`` inside their documents, across ranks; -1 gives each token the row of the next token.
@@ -274,7 +274,7 @@ class Step:
                     f"values have shape {tuple(values.shape)}, but these are {len(edges)} edges; give one for each"
                 )
         found = gathered(values, edges, self.plan.placement, self.collectives)
-        return [self.losses.say(x) for x in found]
+        return [self.losses.report(x) for x in found]
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -328,7 +328,7 @@ class Step:
             if logits.requires_grad:
                 self.losses.check_reduction(gradients)
             with self.collectives.checking("step.loss"):
-                return self.losses.say(weighed_loss(values, labels, weights) * factor)
+                return self.losses.report(weighed_loss(values, labels, weights) * factor)
         refuse_branches(self.plan.batch, "labels hold")
         if weights is not None:
             raise ValueError("weights are for edges: pass step.edges(tokens) instead of labels, or leave weights out")
@@ -343,7 +343,7 @@ class Step:
         if said is None and ignore != local_rows.DEFAULT_IGNORE:  # the user may have left out more of the loader's
             labels = labels.masked_fill(labels == local_rows.DEFAULT_IGNORE, ignore)
         step_mistakes.warn_of_copied_labels(self, labels, ignore, logits)
-        return self.losses.say(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
+        return self.losses.report(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
     def share(
         self,
@@ -382,7 +382,7 @@ class Step:
         step_mistakes.warn_of_counted_rows(self, total, count)
         if total.requires_grad:
             self.losses.check_reduction(gradients)
-        return self.losses.say(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
+        return self.losses.report(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
 
     def _ignored(self, ignore: int | None) -> int:
         """Return the label of rows without a label: the one given, else this step's own."""

@@ -78,7 +78,7 @@ class ValidLabels:
             raise RuntimeError(not_used(self.step))
         if total.requires_grad:
             self.step.losses.check_reduction(self.gradients)
-        return self.step.losses.say(total / self.count)
+        return self.step.losses.report(total / self.count)
 
     def __int__(self) -> int:
         return int(self.valid)
@@ -395,7 +395,7 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
     loss = _loss_of(output, keywords)
     if torch.compiler.is_compiling():
         if loss is not None:
-            step.losses.say(loss)
+            step.losses.report(loss)
         return output
     if step.calls == getattr(module, _CALLS):
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME:
@@ -406,7 +406,7 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
     if loss is not None and loss.requires_grad and keywords.get("gradients") is not None:
         step.losses.check_reduction(keywords["gradients"])
     if loss is not None:
-        step.losses.say(loss)
+        step.losses.report(loss)
     return _without_the_row(module, output)
 
 

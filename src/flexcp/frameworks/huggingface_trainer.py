@@ -222,7 +222,7 @@ class FlexcpTrainer(Trainer):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=number, **keywords)
         if step.calls == before:
             raise RuntimeError(not_used(step))
-        step.losses.say(loss[0] if isinstance(loss, tuple) else loss)
+        step.losses.report(loss[0] if isinstance(loss, tuple) else loss)
         return loss if torch.is_grad_enabled() else of_the_batch(loss, step)
 
     def _refuse_lost_borders(self, inputs: Mapping[str, Any]) -> None:

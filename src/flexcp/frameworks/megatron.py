@@ -341,7 +341,7 @@ def micro_batch(
     plan = planner(lengths, masks=masks, tokens=tokens, pad_to=multiple if multiple > 1 else None)
     step = bind(plan, group)
     # The loss is computed by forward_step, and Megatron divides it by the tokens of all ranks.
-    step.losses.said = step.losses.replicas_said = True
+    step.losses.settled = step.losses.replicas_settled = True
     stream = torch.cat(list(documents))
     labels = step.labels(stream, IGNORE)
     count = step.local_tokens

@@ -60,7 +60,7 @@ class PlannedMicroBatches:
         self.documents = [list(documents) for documents, _ in parts]
         self.steps = [bind(plan, group) for _, plan in parts]
         for step in self.steps:
-            step.losses.said = True  # the last stage computes the loss, see :meth:`loss`
+            step.losses.settled = True  # the last stage computes the loss, see :meth:`loss`
             step.asked_for_rows = True  # :meth:`shard` reads them on the first stage
 
     def __len__(self) -> int:

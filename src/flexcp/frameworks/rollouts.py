@@ -76,7 +76,7 @@ class RolloutPart:
 
         The values of a rollout's tokens come from the ranks that computed them. Differentiable; every rank calls it.
         """
-        return self.rows.step.losses.say(self.rows.returned(values))
+        return self.rows.step.losses.report(self.rows.returned(values))
 
     def log_probs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each token of this rank's rollouts in the micro-batch, end to end.

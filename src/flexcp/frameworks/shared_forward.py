@@ -226,7 +226,7 @@ def _returned(output: Any, rows: Rows, batch: Collated, keywords: Mapping[str, A
     for name, value in found.items():
         back = batch.put_back(value)
         # A head that returns a number for each label has none for the last column, whose label is beyond the row.
-        output[name] = rows.step.losses.say(back[:, :-1] if fused else back)
+        output[name] = rows.step.losses.report(back[:, :-1] if fused else back)
     if fused and output.get("log_probs") is not None:
         number = keywords.get("num_items_in_batch")
         count = (batch.labels != IGNORE).sum().clamp(min=1) if number is None else number

@@ -263,7 +263,7 @@ class FlexcpTrainer(Trainer):
         self._step = rows.step
         self._batches.note(rows.step)
         # torchtitan computes the loss itself, and divides it by the labels of all ranks
-        self._step.losses.said = self._step.losses.replicas_said = True
+        self._step.losses.settled = self._step.losses.replicas_settled = True
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 
     def _rows_for_loss(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Collectives:
         self.notes = None if group is None else FailureNotes(group, step, self.rank)
         self.failure: str | None = None
         self._calls: Counter[str] = Counter()
-        self._warned = False
+        self._left_note = False
 
     @property
     def others(self) -> list[int]:
@@ -102,9 +102,9 @@ class Collectives:
         Bytes sent to each rank will be added to ``sent``. A note that :meth:`checking` left is withdrawn first.
         """
         self.check_usable()
-        if self._warned and self.notes is not None:
+        if self._left_note and self.notes is not None:
             self.notes.withdraw(grace_of(self.timeout))
-            self._warned = False
+            self._left_note = False
         return Wire(self.group, sent, self.timeout, self.notes, self._fail)
 
     def check_usable(self) -> None:
@@ -126,7 +126,7 @@ class Collectives:
         except Exception as error:
             if self.notes is not None and self.failure is None:
                 self.notes.leave(f"{place} ended with {error!r}", None, grace_of(self.timeout))
-                self._warned = True
+                self._left_note = True
             raise
 
     def exchange(self, place: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], form: str = "") -> None:

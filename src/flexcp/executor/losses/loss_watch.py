@@ -1,10 +1,10 @@
 """Loss watch: check that a step's loss is divided in the way in which its gradients are reduced over ranks.
 
 A *share* is this rank's part of the batch's loss, made for gradients that are summed or for gradients that are averaged
-over ranks. ``step.loss`` and ``step.share`` report a share that they made (:meth:`LossWatch.say`), and what it was made
-for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it. From
-both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if gradients
-are averaged and no share was reported, or reduced over more or fewer ranks than those of the step.
+over ranks. ``step.loss`` and ``step.share`` report a share that they made (:meth:`LossWatch.report`), and what it was
+made for (:meth:`LossWatch.check_reduction`). Attention reports the modules it runs in, and when a backward reaches it.
+From both follow an error, if the modules reduce gradients otherwise than the share was made for, and a warning, if
+gradients are averaged and no share was reported, or reduced over more or fewer ranks than those of the step.
 :mod:`flexcp.executor.losses.averaging` and :mod:`flexcp.executor.losses.apart` inspect the modules and have the texts
 of both.
 """
@@ -43,9 +43,9 @@ class LossWatch:
         self.averaged_by: str | None = None
         self.summed_by: str | None = None
         """Names of what averages, and of what sums, gradients over the step's ranks, if attention ran inside any."""
-        self.said = False
+        self.settled = False
         """Whether no warning about an unreported loss is due: one was reported, or the check was made."""
-        self.replicas_said = False
+        self.replicas_settled = False
         """Whether no warning about replicas is due: a framework divides losses by all labels, or the check was made."""
         self.in_backward = False
         """Whether a backward is running that began at a reported loss of this step."""
@@ -56,21 +56,21 @@ class LossWatch:
         self._shares_for: Gradients | None = None
         """What the last loss was made for, until a backward has checked that the FSDP2 modules do that."""
 
-    def say(self, loss: Tensor) -> Tensor:
+    def report(self, loss: Tensor) -> Tensor:
         """Report that ``loss``, or a loss computed from this tensor, is divided as it should be; returns the tensor.
 
         The report counts once a gradient reaches the tensor: a loss that is only logged says nothing about the loss
         that is trained on. Compiled code takes no hooks, so there the report counts at once.
         """
         if loss.requires_grad and torch.compiler.is_compiling():
-            self.said = True
+            self.settled = True
         elif loss.requires_grad:
             loss.register_hook(self._enter)
         return loss
 
     def _enter(self, gradient: Tensor) -> None:
         """Note that a backward began at a reported loss."""
-        self.said = self.in_backward = True
+        self.settled = self.in_backward = True
         # Checkpointing may run other backwards inside this one; the callback runs when this one ends.
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
@@ -119,9 +119,9 @@ class LossWatch:
         due, self._apart = self._apart, []
         for warning in due:
             warnings.warn(warning, stacklevel=2)
-        if self.averaged_by is None or self.said or any(step.losses.in_backward for step in live_steps()):
+        if self.averaged_by is None or self.settled or any(step.losses.in_backward for step in live_steps()):
             return
-        self.said = True
+        self.settled = True
         counts = uneven(self._placement)
         if counts is not None:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
@@ -130,9 +130,9 @@ class LossWatch:
         """Warn once if FSDP2 sums gradients over more ranks than those of this step, and ``sum_gradients`` was not told
         how many replicas these are, or was told a wrong number.
         """
-        if self.replicas_said or not self._fsdp_modules:
+        if self.replicas_settled or not self._fsdp_modules:
             return
-        self.replicas_said = True
+        self.replicas_settled = True
         wrong = wrong_replicas(self._fsdp_modules, self._group)
         if wrong is not None:
             warnings.warn(wrong, stacklevel=3)
