@@ -54,7 +54,9 @@ def main() -> None:
                 plan = planner(batch, masks={"all": (causal(), preset.model.layers)}, tokens=tokens)
                 step = simulate(plan, rules=Rules(contention=False), training=Training(preset, "none")).step
                 assert step is not None
-                head = plan.cost.head_ns(plan.placement.tokens, preset.head_flops_per_token, plan.shape, machine).max()
+                head = plan.cost.vocabulary_ns(
+                    plan.placement.tokens, preset.head_flops_per_token, plan.shape, machine
+                ).max()
                 events = step.total_ns - int(head)
                 short = predict(plan.placement, plan.shape, machine, plan.cost).total_ns
                 for name in (f"{strategy}, {tokens}", "all"):

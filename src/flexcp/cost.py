@@ -248,7 +248,7 @@ class CostModel:
         """
         return _times(tokens, 3 * self.linear_flops(shape), self.linear_efficiency, shape, cluster)
 
-    def head_ns(self, tokens: Ints, flops_per_token: int, shape: Shape, cluster: Cluster) -> Ints:
+    def vocabulary_ns(self, tokens: Ints, flops_per_token: int, shape: Shape, cluster: Cluster) -> Ints:
         """Return the nanoseconds of each rank to project ``tokens[rank]`` tokens to the vocabulary.
 
         Forward and backward are included; ``flops_per_token`` are those of the forward.

@@ -130,7 +130,7 @@ def test_a_step_of_one_rank_is_a_sum() -> None:
     plan = planned("dp", [3000], machine, layers=5)
     found = simulate(plan, training=Training(LLAMA, "none"))
     linear = 5 * int(plan.cost.linear_ns(np.array([3000]), plan.shape, machine)[0])
-    head = int(plan.cost.head_ns(np.array([3000]), LLAMA.head_flops_per_token, plan.shape, machine)[0])
+    head = int(plan.cost.vocabulary_ns(np.array([3000]), LLAMA.head_flops_per_token, plan.shape, machine)[0])
     assert found.step is not None
     assert found.step.total_ns == found.attention_ns + linear + head
     assert (found.step.attention_ns, found.step.linear_ns) == (found.attention_ns, linear + head)
@@ -216,7 +216,7 @@ def test_ranks_that_exchange_nothing_do_not_wait_for_each_other() -> None:
     alone = [simulate(plan, rules=CALM).passes[0][way].compute_ns for way in (False, True)]
     assert step is not None
     linear = 7 * plan.cost.linear_ns(plan.placement.tokens, plan.shape, machine)
-    head = plan.cost.head_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, machine)
+    head = plan.cost.vocabulary_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, machine)
     assert step.ranks[1].max() == 0 and (step.ranks[0] == 7 * (alone[0] + alone[1])).all()
     assert (step.ranks[2] == linear + head).all() and step.total_ns == step.ranks.sum(axis=0).max()
 
@@ -230,7 +230,7 @@ def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
     backward = (
         simulate(plan).passes[0][1].done.max() + plan.cost.linear_ns(np.array([20_000]), LLAMA.shape, plan.cluster)[0]
     )
-    head = plan.cost.head_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, plan.cluster)
+    head = plan.cost.vocabulary_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, plan.cluster)
     assert slow - head[0] - (fast - head[1]) < backward, "the fast rank waits for weights that need the slow one"
     assert gathered.ranks[1, 1] > 0.8 * fast, "it waits for a rank, not for a link"
     assert free.ranks[:, 1].sum() < 0.1 * slow

@@ -208,7 +208,7 @@ def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, h
     ``head_flops`` are the FLOPs of the projection to the vocabulary per token, if it belongs to the step.
     """
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
-    ns = int(cost.head_ns(batch.lengths.sum(keepdims=True), head_flops, shape, alone)[0])
+    ns = int(cost.vocabulary_ns(batch.lengths.sum(keepdims=True), head_flops, shape, alone)[0])
     for mask, work in zip(batch.masks, document_work(batch, shape, cost), strict=True):
         whole = work.sum(keepdims=True)
         ns += mask.layers * sum(int(cost.attention_ns(whole, shape, alone, b)[0]) for b in (False, True))

@@ -59,7 +59,7 @@ def beyond_layers_ns(
     ``tokens[rank]`` is how many tokens a rank has. The time consists of the vocabulary's projection, the collectives of
     tensor parallelism, and the part of the gradient sync that nothing can hide.
     """
-    head = cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
+    head = cost.vocabulary_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
     return head + layers * inside + sync_at_the_ends_ns(cluster, cost, training)
 

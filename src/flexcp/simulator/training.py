@@ -266,7 +266,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: Models, training: Training)
                 spent += more * layer
                 last_begin = int(begin.max()) + more * int(took.max())
                 spent += _late_weights_ns(plan, cost, training, last_begin, spent.sum(axis=0))
-    spent[LINEAR] += cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
+    spent[LINEAR] += cost.vocabulary_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     done = spent.sum(axis=0)
     attention, wait, other, sync = (int(part) for part in spent[:, done.argmax()])
     return StepTime(int(done.max()), attention, wait, other, sync, spent)
