@@ -48,7 +48,7 @@ def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
     # Lengths of parts are rounded, so each document counts as if all its parts were as long as the longest.
     most = -(-lengths // parts) * parts
     room = None if request.token_cap is None else request.token_cap * (request.ranks // groups)
-    return _deal_by_load(_loads(request, parts), most, groups, room)
+    return _deal_largest_first(_loads(request, parts), most, groups, room)
 
 
 def _loads(request: Request, parts: int) -> Ints:
@@ -65,10 +65,10 @@ def _loads(request: Request, parts: int) -> Ints:
 
 def deal(lengths: Ints, groups: int) -> list[Ints]:
     """Return the documents of each group, dealt by tokens: longest first to the group with the fewest tokens."""
-    return _deal_by_load(lengths, lengths, groups, None)
+    return _deal_largest_first(lengths, lengths, groups, None)
 
 
-def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
+def _deal_largest_first(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
     """Return the documents of each group: the largest load goes first, to the least loaded group with room for it.
 
     A group may have at most ``room`` tokens, None for no limit. If no group has room, the document goes to the group

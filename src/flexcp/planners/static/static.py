@@ -56,17 +56,17 @@ def dp(request: Request) -> Placement:
 
 def ring(request: Request) -> Placement:
     """Place a batch in rings: every document in consecutive parts, one for each rank of a ring; keys travel round."""
-    return _placed(request, _columns(request, "ring"), "ring", _consecutive, "ring")
+    return _placed(request, _one_column_grids(request, "ring"), "ring", _consecutive, "ring")
 
 
 def zigzag(request: Request) -> Placement:
     """Place a batch in rings of d ranks: every document in 2d parts, the i-th and the i-th from the end on rank i."""
-    return _placed(request, _columns(request, "zigzag"), "ring", _zigzag, "zigzag")
+    return _placed(request, _one_column_grids(request, "zigzag"), "ring", _zigzag, "zigzag")
 
 
 def allgather(request: Request) -> Placement:
     """Place a batch with gathered keys: packed documents in equal parts, all keys of a group sent to all its ranks."""
-    return _placed(request, _columns(request, "allgather"), "gather", _packed, "allgather")
+    return _placed(request, _one_column_grids(request, "allgather"), "gather", _packed, "allgather")
 
 
 def ulysses(request: Request) -> Placement:
@@ -233,7 +233,7 @@ def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) ->
     )
 
 
-def _columns(request: Request, name: str) -> list[Grid]:
+def _one_column_grids(request: Request, name: str) -> list[Grid]:
     """Return the groups of a method without head groups, as grids of one column: each rank is a ring position."""
     degree = _degree(request, name)
     return [tuple((r,) for r in range(g, g + degree)) for g in range(0, request.ranks, degree)]
