@@ -45,7 +45,7 @@ from flexcp.schedule.stages import (
     find_peers,
     worth_simulating,
 )
-from flexcp.schedule.thin_ends import under_contention, well_hidden
+from flexcp.schedule.thin_ends import well_hidden, with_thin_ends
 from flexcp.schedule.work import Cuts, Pairs, Work, count_pairs, cut_regions, pass_work_ns
 from flexcp.shape import Shape
 
@@ -157,7 +157,7 @@ def _staged(
             before = rest_of_layer * (1 + backward)
             known = (cluster, cost, backward, before)
             thin = may_be_early and (of_nodes is None or len(peers.source) <= MANY_PEERS)
-            stages = under_contention(stages, needs, work[backward], times, peers, *known, thin)
+            stages = with_thin_ends(stages, needs, work[backward], times, peers, *known, thin)
             if of_nodes is not None and not well_hidden(stages, work[backward], before):
                 found = node_times(of_nodes, moves[backward], shape, cluster, cost, backward)
                 if of_nodes.inside:

@@ -127,7 +127,7 @@ def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int,
     return np.where(beside > 0, np.where(work > 0, found, beside), work)
 
 
-class Rows(NamedTuple):
+class ContentionRows(NamedTuple):
     """A cost model's contention in one direction: arguments of :func:`overlapped_ns` as ``[margin, rank, slot]``.
 
     A margin is a number of multiprocessors that work leaves free; the first axis follows ``margins``.
@@ -138,16 +138,16 @@ class Rows(NamedTuple):
     alone: Ints
     link: Ints
 
-    def of(self, slots: slice) -> Rows:
+    def of(self, slots: slice) -> ContentionRows:
         """Return the same rows for a slice of the slots."""
-        return Rows(self.margins, *(column[:, :, slots] for column in self[1:]))
+        return ContentionRows(self.margins, *(column[:, :, slots] for column in self[1:]))
 
     def overlapped_ns(self, work: Ints, beside: Ints) -> Ints:
         """Return :func:`overlapped_ns` under every margin, ``[margin, rank, slot]``."""
         return overlapped_ns(work, beside, *self[1:])
 
 
-def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) -> Rows:
+def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) -> ContentionRows:
     """Return the cost model's contention for every margin, rank and slot.
 
     ``across[rank, slot]`` says whether all transfers of a rank beside a slot cross nodes.
@@ -156,7 +156,7 @@ def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) 
         np.array([(*row.compute(backward), row.link) for row in cost.rows_beside(way)], np.int64).T[:, :, None, None]
         for way in (False, True)
     )
-    return Rows(tuple(row.margin for row in cost.rows_beside(False)), *np.where(across, crossing, inside))
+    return ContentionRows(tuple(row.margin for row in cost.rows_beside(False)), *np.where(across, crossing, inside))
 
 
 def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.bool_]:
@@ -263,7 +263,7 @@ def static_work_ns(
 # --- the choices ------------------------------------------------------------------------------------------------------
 
 
-def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
+def _margins(work: Ints, beside: Ints, rows: ContentionRows) -> Ints:
     """Return the margin of each slot: how many multiprocessors its work leaves free for the transfers beside it.
 
     ``work`` and ``beside`` (the transfers) are ``[rank, slot]`` in nanoseconds.
@@ -283,7 +283,7 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
     return margin
 
 
-def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
+def _prices(work: Ints, beside: Ints, rows: ContentionRows) -> Ints:
     """Return ``[margin, 3, slot]``: three times by which margins are compared, in nanoseconds.
 
     They are the time of the slowest rank, the sum over all ranks, and the sum of their work alone as transfers slow it
@@ -294,12 +294,12 @@ def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
     return np.stack([ns.max(axis=1), ns.sum(axis=1), slowed.sum(axis=1)], axis=1)
 
 
-def _least_ns(work: Ints, beside: Ints, rows: Rows) -> int:
+def _least_ns(work: Ints, beside: Ints, rows: ContentionRows) -> int:
     """Return the nanoseconds of some slots under their best margins; each slot takes as long as its slowest rank."""
     return int(rows.overlapped_ns(work, beside).max(axis=1).min(axis=0).sum())
 
 
-def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tuple[Ints, Ints]:
+def _posted_early(program: Program, work: Ints, beside: Ints, rows: ContentionRows) -> tuple[Ints, Ints]:
     """Return (how many slots ahead each stage is posted: 1 or 2, the transfers that are then beside each slot).
 
     ``work`` and ``beside`` (the transfers, if every stage is posted one slot ahead) are ``[rank, slot]`` in

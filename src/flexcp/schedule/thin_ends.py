@@ -82,7 +82,7 @@ def early_posting(stages: Stages, program: Program) -> Posting | None:
     return Posting(ahead, np.arange(program.stages) - ahead)
 
 
-def under_contention(
+def with_thin_ends(
     even: Stages,
     needs: Needs,
     work: Work,
