@@ -41,10 +41,10 @@ def readings(draw: st.DrawFn) -> tuple[Pieces, Cluster]:
 def delivered(routes: Routes) -> Counter[tuple[int, ...]]:
     """Return how often each (reader, owner, token, head) is delivered, including to ranks that only pass it on."""
     found: Counter[tuple[int, ...]] = Counter()
-    for rank, owner, start, stop, h0, h1, _ in routes.first.matrix().T.tolist():
+    for rank, owner, start, stop, h0, h1, _ in routes.direct.matrix().T.tolist():
         found.update((rank, owner, t, h) for t in range(start, stop) for h in range(h0, h1))
-    for piece, rank in zip(routes.relays.first.tolist(), routes.relays.rank.tolist(), strict=True):
-        _, owner, start, stop, h0, h1, _ = (int(c[piece]) for c in routes.first.matrix())
+    for piece, rank in zip(routes.relays.piece.tolist(), routes.relays.rank.tolist(), strict=True):
+        _, owner, start, stop, h0, h1, _ = (int(c[piece]) for c in routes.direct.matrix())
         found.update((rank, owner, t, h) for t in range(start, stop) for h in range(h0, h1))
     return found
 
@@ -61,17 +61,17 @@ def test_every_reader_gets_every_token_once_and_each_enters_a_node_once(
     found = delivered(routes)
     wanted = delivered(Routes(keys, routes.relays.take(slice(0, 0))))
     assert all(found[what] == 1 for what in wanted) and max(found.values(), default=1) == 1
-    passing = set(routes.first.rank[np.unique(routes.relays.first)].tolist())
+    passing = set(routes.direct.rank[np.unique(routes.relays.piece)].tolist())
     assert all(what in wanted or what[0] in passing for what in found)
     size = machine.ranks_per_node
-    same_node = routes.first.owner // size == routes.first.rank // size
-    assert not np.any(same_node[routes.relays.first]), "keys of the own node come from their owner"
+    same_node = routes.direct.owner // size == routes.direct.rank // size
+    assert not np.any(same_node[routes.relays.piece]), "keys of the own node come from their owner"
     entered: Counter[tuple[int, ...]] = Counter()
-    for rank, owner, start, stop, h0, h1, _ in routes.first.take(~same_node).matrix().T.tolist():
+    for rank, owner, start, stop, h0, h1, _ in routes.direct.take(~same_node).matrix().T.tolist():
         entered.update((rank // size, owner, t, h) for t in range(start, stop) for h in range(h0, h1))
     assert max(entered.values(), default=1) == 1
-    for piece, rank in zip(routes.relays.first.tolist(), routes.relays.rank.tolist(), strict=True):
-        entry = int(routes.first.rank[piece])
+    for piece, rank in zip(routes.relays.piece.tolist(), routes.relays.rank.tolist(), strict=True):
+        entry = int(routes.direct.rank[piece])
         assert entry != rank and entry // size == rank // size
 
 
@@ -79,7 +79,7 @@ def test_what_one_rank_reads_enters_through_several_ports_of_its_node() -> None:
     machine = cluster("a100", nodes=2, ranks_per_node=4)
     keys = Pieces(*np.array([(0, owner, 0, 16384, 0, 4, 0) for owner in range(4, 8)]).T)
     routes = route_keys(keys, SHAPE, machine)
-    entering = np.bincount(routes.first.rank, routes.first.amount, minlength=8)
+    entering = np.bincount(routes.direct.rank, routes.direct.amount, minlength=8)
     assert entering[:4].max() <= 2.1 * entering[:4].mean() and np.count_nonzero(entering) >= 2
     assert entering.sum() == keys.amount.sum()
 
@@ -88,7 +88,7 @@ def test_a_small_read_makes_no_detour() -> None:
     machine = cluster("a100", nodes=2, ranks_per_node=4)
     keys = Pieces(*np.array([(0, 4, 0, 256, 0, 4, 0), (1, 5, 0, 256, 0, 4, 0)]).T)
     routes = route_keys(keys, SHAPE, machine)
-    assert len(routes.relays) == 0 and routes.first.matrix().tolist() == keys.matrix().tolist()
+    assert len(routes.relays) == 0 and routes.direct.matrix().tolist() == keys.matrix().tolist()
 
 
 def test_a_long_document_crosses_with_fewer_bytes_both_ways() -> None:
@@ -111,13 +111,13 @@ def test_what_all_ranks_of_a_node_read_enters_in_turns_whatever_its_heads() -> N
     machine = cluster("a100", nodes=2, ranks_per_node=4)
     owned = {4: (0, 2), 5: (2, 4)}
     keys = Pieces(*np.array([(r, owner, 100, 32_868, *owned[owner], 1) for r in range(4) for owner in owned]).T)
-    first, relays = route_keys(keys, SHAPE, machine)
+    direct, relays = route_keys(keys, SHAPE, machine)
     turns = [(owner, 100 + 4096 * turn) for owner in owned for turn in range(8)]
-    assert first.matrix().T.tolist() == [
+    assert direct.matrix().T.tolist() == [
         [turn % 4, owner, start, start + 4096, *owned[owner], 1] for turn, (owner, start) in enumerate(turns)
     ]
     passed_on = [(turn, rank) for turn in range(16) for rank in range(4) if rank != turn % 4]
-    assert list(zip(relays.first.tolist(), relays.rank.tolist(), strict=True)) == passed_on
+    assert list(zip(relays.piece.tolist(), relays.rank.tolist(), strict=True)) == passed_on
 
 
 def entries_by_hand(chunks: Pieces, readers: Relays, machine: Cluster, least: int) -> list[int]:
@@ -127,7 +127,7 @@ def entries_by_hand(chunks: Pieces, readers: Relays, machine: Cluster, least: in
     """
     size = machine.ranks_per_node
     amount = chunks.amount.tolist()
-    mine = [readers.rank[readers.first == chunk].tolist() for chunk in range(len(chunks))]
+    mine = [readers.rank[readers.piece == chunk].tolist() for chunk in range(len(chunks))]
     entry = [ranks[chunk % len(ranks)] for chunk, ranks in enumerate(mine)]
     for node in range(machine.nodes):
         here = [chunk for chunk in range(len(chunks)) if chunks.rank[chunk] == node]
@@ -164,14 +164,14 @@ def test_ports_share_what_enters_as_counted_chunk_by_chunk() -> None:
         least = STARTS * machine.latency_ns * machine.inter_mbps // (1000 * each)
         entry = schedule_routes._entries(chunks, readers, SHAPE, machine)
         assert entry.tolist() == entries_by_hand(chunks, readers, machine, least)
-        reading = set(zip(readers.first.tolist(), readers.rank.tolist(), strict=True))
+        reading = set(zip(readers.piece.tolist(), readers.rank.tolist(), strict=True))
         detours += sum(pair not in reading for pair in enumerate(entry.tolist()))
     assert detours > 20
 
 
 def test_kept_keys_are_all_that_arrive_relayed_ones_too() -> None:
     machine = cluster("a100", nodes=2, ranks_per_node=2)
-    first = Pieces(*np.array([(0, 2, 0, 10, 0, 4, 0), (0, 3, 0, 5, 0, 2, 0), (1, 3, 5, 7, 0, 4, 0)]).T)
-    found = kept_bytes(Routes(first, Relays(np.array([1]), np.array([1]))), SHAPE, machine)
+    direct = Pieces(*np.array([(0, 2, 0, 10, 0, 4, 0), (0, 3, 0, 5, 0, 2, 0), (1, 3, 5, 7, 0, 4, 0)]).T)
+    found = kept_bytes(Routes(direct, Relays(np.array([1]), np.array([1]))), SHAPE, machine)
     each, lines = 2 * (64 + 64), schedule_routes.SHELF_LINES
     assert found.tolist() == [50 * each + 2 * lines, 18 * each + 2 * lines, 0, 0]

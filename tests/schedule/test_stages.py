@@ -325,7 +325,7 @@ def chosen_for(
 ) -> Stages:
     ranks, wishes = len(work.own), SimpleNamespace(divisions=divisions)
     placement: Any = SimpleNamespace(ranks=ranks, assemble_own=assemble_own, wishes=wishes)
-    needs: Any = SimpleNamespace(keys=SimpleNamespace(first=SimpleNamespace(rank=np.array(readers))))
+    needs: Any = SimpleNamespace(keys=SimpleNamespace(direct=SimpleNamespace(rank=np.array(readers))))
     alone = Peers(*np.zeros((3, 0), np.int64), np.zeros(2 * ranks + 1, np.int64))
     return choose_stages(placement, needs, work, times, alone, replace(cluster("h100", 1, ranks), latency_ns=0))
 

@@ -82,9 +82,9 @@ def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Mo
     With ``keys_kept``, keys do not travel again in the backward.
     """
     each = shape.bytes_per_token_head()
-    q, first, relays = needs.q, needs.keys.first, needs.keys.relays
-    passed_on = first.take(relays.first)
-    rows, keys = (q.owner, q.rank, q), (first.owner, first.rank, first)
+    q, direct, relays = needs.q, needs.keys.direct, needs.keys.relays
+    passed_on = direct.take(relays.piece)
+    rows, keys = (q.owner, q.rank, q), (direct.owner, direct.rank, direct)
     again = (passed_on.rank, relays.rank, passed_on)
 
     def there(way: tuple[Ints, Ints, Pieces], *kinds: Kind) -> Flows:

@@ -70,7 +70,7 @@ def node_work(
 
     Return None if a pass cannot be cut in this way: keys are relayed, queries cross nodes, or no keys travel.
     """
-    keys, size = needs.keys.first, cluster.ranks_per_node
+    keys, size = needs.keys.direct, cluster.ranks_per_node
     crossing = keys.owner // size != keys.rank // size
     if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
         return None

@@ -45,16 +45,16 @@ relay).
 
 @dataclass(frozen=True, eq=False)
 class Relays(Table):
-    """Key pieces that are passed on inside a node: row ``first`` of :attr:`Routes.first` is passed on to ``rank``."""
+    """Key pieces that are passed on inside a node: row ``piece`` of :attr:`Routes.direct` is passed on to ``rank``."""
 
-    first: Ints
+    piece: Ints
     rank: Ints
 
 
 class Routes(NamedTuple):
-    """How key pieces travel: ``first`` come from their owners, and ``relays`` pass some of these on inside the node."""
+    """How key pieces travel: ``direct`` come from their owners, ``relays`` pass some of these on inside the node."""
 
-    first: Pieces
+    direct: Pieces
     relays: Relays
 
 
@@ -73,19 +73,19 @@ def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True)
     size = cluster.ranks_per_node
     across = keys.owner // size != keys.rank // size
     if not relay or not across.any():
-        return Routes(keys, Relays.make(0, first=0, rank=0))
+        return Routes(keys, Relays.make(0, piece=0, rank=0))
     chunks, readers, segment = _chunks(_same_heads(keys.take(across), cluster), cluster)
     chunks, readers, entry = _merged(chunks, readers, segment, _entries(chunks, readers, shape, cluster))
     straight = keys.take(~across)
-    others = readers.take(readers.rank != entry[readers.first])
-    first = Pieces.join([straight, replace(chunks, rank=entry)])
-    return Routes(first, Relays(len(straight) + others.first, others.rank))
+    others = readers.take(readers.rank != entry[readers.piece])
+    direct = Pieces.join([straight, replace(chunks, rank=entry)])
+    return Routes(direct, Relays(len(straight) + others.piece, others.rank))
 
 
 def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
     """Return the bytes that each rank needs to keep the keys and values it receives in one layer, padding included."""
-    first, relays = keys
-    received = Pieces.join([first, replace(first.take(relays.first), rank=relays.rank)])
+    direct, relays = keys
+    received = Pieces.join([direct, replace(direct.take(relays.piece), rank=relays.rank)])
     each = int(shape.bytes_per_token_head()[Kind.KV, 0])
     ranges = np.unique(np.stack([received.rank, received.h0, received.h1]), axis=1)
     lines = np.bincount(ranges[0], minlength=cluster.ranks) * SHELF_LINES
@@ -120,7 +120,7 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
     """Cut keys that enter nodes where their readers change, and into chunks; return (chunks, readers, segments).
 
     ``keys`` are pieces that cross nodes. The ``rank`` of a chunk is the number of the node that it enters. ``readers``
-    has a row for each chunk (``first``) and each rank that reads it. A segment is a range of tokens with the same
+    has a row for each chunk (``piece``) and each rank that reads it. A segment is a range of tokens with the same
     readers; the last result is the segment of each chunk.
     """
     node = keys.rank // cluster.ranks_per_node
@@ -162,14 +162,14 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
     first_chunk = np.cumsum(count) - count
     pair, turn = spread(count[segment])
     readers = Relays(first_chunk[segment[pair]] + turn, keys.rank[piece[pair]])
-    return chunks, readers.sorted_by("first", "rank"), of_chunk
+    return chunks, readers.sorted_by("piece", "rank"), of_chunk
 
 
 def _entries(chunks: Pieces, readers: Relays, shape: Shape, cluster: Cluster) -> Ints:
     """Return the rank at which each chunk enters its node; the arguments are results of :func:`_chunks`."""
     size, ranks = cluster.ranks_per_node, cluster.ranks
     amount = chunks.amount
-    begin = np.searchsorted(readers.first, np.arange(len(chunks) + 1))
+    begin = np.searchsorted(readers.piece, np.arange(len(chunks) + 1))
     entry: Ints = readers.rank[begin[:-1] + np.arange(len(chunks)) % np.diff(begin)]
     node, total = chunks.rank, sums(chunks.rank, amount, cluster.nodes)
     each = int(shape.bytes_per_token_head()[Kind.KV, 0])
@@ -203,5 +203,5 @@ def _merged(chunks: Pieces, readers: Relays, segment: Ints, entry: Ints) -> tupl
     alike = (segment[1:] == segment[:-1]) & (entry[1:] == entry[:-1])
     first, last = np.concatenate([[True], ~alike]), np.concatenate([~alike, [True]])
     merged = replace(chunks.take(first), stop=chunks.stop[last])
-    kept = first[readers.first]
-    return merged, Relays((np.cumsum(first) - 1)[readers.first[kept]], readers.rank[kept]), entry[first]
+    kept = first[readers.piece]
+    return merged, Relays((np.cumsum(first) - 1)[readers.piece[kept]], readers.rank[kept]), entry[first]

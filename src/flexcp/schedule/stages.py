@@ -171,19 +171,19 @@ def choose_stages(
         # All work waits for the one stage in which tokens are put in order.
         ns = work.own + work.rest + times.there + times.back + times.home
         return Stages(number, np.zeros_like(number), ns, equal_borders(number))
-    if not len(needs.keys.first.rank) and not np.any(times):
+    if not len(needs.keys.direct.rank) and not np.any(times):
         return Stages(number, np.zeros_like(number), work.own + work.rest, equal_borders(number))
     from flexcp.schedule import compiled_stages as loops  # compiled: Numba is not needed if nothing moves
 
     known = (*_tables(work, times), cluster.latency_ns)
     if placement.wishes.divisions is not None:
-        number[needs.keys.first.rank] = placement.wishes.divisions.stage.max(axis=1)[needs.keys.first.rank]
+        number[needs.keys.direct.rank] = placement.wishes.divisions.stage.max(axis=1)[needs.keys.direct.rank]
         parts = loops.divided(number, *known)
         ns = loops.together_ns(parts, peers.source, peers.senders)
         return Stages(number, parts[loops.HELD], ns, equal_borders(number))
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
-    reads[needs.keys.first.rank] = True
+    reads[needs.keys.direct.rank] = True
     number = loops.best_alone(reads, *known, MOST_STAGES, WORTH_PERMILLE)
     parts, ns = loops.capped(number, *known, peers.source, peers.senders, TOGETHER_PERMILLE)
     return Stages(parts[loops.NUMBER], parts[loops.HELD], ns, equal_borders(parts[loops.NUMBER]))

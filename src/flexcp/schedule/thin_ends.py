@@ -100,7 +100,7 @@ def with_thin_ends(
     ``rest_of_layer`` is how many nanoseconds each rank computes before its attention begins: ranks with more tokens
     begin later.
     """
-    if len(needs.keys.first) == 0 and len(needs.q) == 0:
+    if len(needs.keys.direct) == 0 and len(needs.q) == 0:
         return even._replace(contended_ns=int((rest_of_layer + work.own + work.rest).max()))
     from flexcp.schedule.compiled_contention import (  # compiled: Numba is not needed if nothing moves
         ACROSS,
@@ -121,11 +121,11 @@ def with_thin_ends(
         well_hidden(even, work, rest_of_layer)
         or not may_be_thin
         or len(needs.keys.relays)
-        or len(needs.keys.first) == 0
+        or len(needs.keys.direct) == 0
     ):
         return even
     reads = np.zeros(cluster.ranks, bool)
-    reads[needs.keys.first.rank] = True
+    reads[needs.keys.direct.rank] = True
     count = 3 if backward else 2
     number = np.where(reads, count, 1)
     rest = work.rest + (number - 1) * work.again - work.at_keys

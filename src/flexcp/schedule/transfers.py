@@ -143,7 +143,7 @@ def _staged(
     stage is done in the slot of that stage. Keys that are ``kept`` do not travel again in the backward: they are there
     one slot earlier than in the forward, and the work on them is done then, or when the queries have arrived.
     """
-    q, (first, relays) = needs.q, needs.keys
+    q, (direct, relays) = needs.q, needs.keys
     keys, stage, piece = cut
     there = backward and kept
     slot = stage - there
@@ -168,9 +168,9 @@ def _staged(
     if len(relays):
         # Every relay passes on all parts of its piece.
         part_of = np.argsort(piece, kind="stable")
-        begin = np.searchsorted(piece[part_of], np.arange(len(first) + 1))
-        relay, within = spread(np.diff(begin)[relays.first])
-        part = part_of[begin[relays.first[relay]] + within]
+        begin = np.searchsorted(piece[part_of], np.arange(len(direct) + 1))
+        relay, within = spread(np.diff(begin)[relays.piece])
+        part = part_of[begin[relays.piece[relay]] + within]
         passed_on, reader = keys.take(part), relays.rank[relay]
         np.maximum.at(last, reader, slot[part] + 1)
         home[part] = slot[part] + 4  # the readers return their gradients three stages after the keys
