@@ -51,7 +51,7 @@ from flexcp.planners.groups.groups import (
     team_sizes,
 )
 from flexcp.planners.groups.priced_documents import price_documents
-from flexcp.planners.groups.rows import CLOSE_TO_EVEN, Pieces, _levelled, _zigzag
+from flexcp.planners.groups.rows import CLOSE_TO_EVEN, Pieces, _zigzag, tokens_to_level
 from flexcp.planners.groups.search import _joined
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
@@ -617,7 +617,7 @@ def test_ranks_of_a_team_fill_up_from_the_emptiest(held: list[int], tokens: int)
     by_hand = list(held)
     for _ in range(tokens):
         by_hand[by_hand.index(min(by_hand))] += 1
-    given_to_each = _levelled(np.array(held), tokens)
+    given_to_each = tokens_to_level(np.array(held), tokens)
     assert given_to_each.min() >= 0 and sorted((np.array(held) + given_to_each).tolist()) == sorted(by_hand)
 
 

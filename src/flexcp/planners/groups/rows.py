@@ -206,7 +206,7 @@ def _kept_by_teams(pieces: Pieces, split: Ranges, size: int, held: Ints) -> list
     # In the row of each team's first rank: the cumulative shares of its ranks in all tokens of the team.
     shares = np.zeros((len(held), size + 1), np.int64)
     for begin in np.unique(team).tolist():
-        shares[begin, 1:] = np.cumsum(_levelled(held[begin : begin + size], int(given[begin])))
+        shares[begin, 1:] = np.cumsum(tokens_to_level(held[begin : begin + size], int(given[begin])))
     whole = np.maximum(given, 1)[:, None]
     spread_out = _spread_over_teams(split.take(shared), team[shared], shares, whole)
     laid = _laid_over_teams(split.take(~shared), team[~shared], shares - shares * in_shared[:, None] // whole)
@@ -244,17 +244,18 @@ def _laid_over_teams(split: Ranges, team: Ints, shares: Ints) -> tuple[Ints, Int
     )
 
 
-def _levelled(held: Ints, tokens: int) -> Ints:
+def tokens_to_level(held: Ints, tokens: int) -> Ints:
     """Return how many of ``tokens`` each rank gets so that ranks end up with numbers as equal as possible.
 
-    ``held`` are the tokens that ranks have already.
+    ``held`` are the tokens that ranks have already. The compiled twin is ``water`` of
+    :mod:`flexcp.planners.blocks.compiled_node`.
     """
     order = np.argsort(held, kind="stable")
     before = np.cumsum(held[order])
-    wet = int(np.sum(held[order] * np.arange(1, len(held) + 1) - before < tokens))
-    level, extra = divmod(tokens + int(before[wet - 1]), wet)
+    takers = int(np.sum(held[order] * np.arange(1, len(held) + 1) - before < tokens))
+    level, extra = divmod(tokens + int(before[takers - 1]), takers)
     found = np.zeros_like(held)
-    found[order[:wet]] = level - held[order[:wet]] + (np.arange(wet) < extra)
+    found[order[:takers]] = level - held[order[:takers]] + (np.arange(takers) < extra)
     return found
 
 
