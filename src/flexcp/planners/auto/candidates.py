@@ -3,9 +3,9 @@
 - The static methods, each kind with a few degrees. Documents are distributed to groups by tokens and, if a degree makes
   several groups, also by load. The lower bound is arithmetic on sums over all documents. A closer bound distributes the
   documents, and is computed only when it is needed (:mod:`flexcp.planners.static.bounds`).
-- The dynamic planners, and on up to ``MOST_RANKS_OF_OTHERS`` ranks some of other systems (``OTHERS``). To add one, or another argument of one, add a row in :func:`_dynamic`. No dynamic planner is expected to
-  come closer to perfectly divided compute than 1 / ``NEARLY_PERFECT``. So if a static method is that fast, no dynamic
-  planner is called.
+- The dynamic planners, and on up to ``MOST_RANKS_OF_OTHERS`` ranks some of other systems (``OTHERS``). To add one, or
+  another argument of one, add a row in :func:`_dynamic`. No dynamic planner is expected to come closer to perfectly
+  divided compute than 1 / ``NEARLY_PERFECT``. So if a static method is that fast, no dynamic planner is called.
 
 With a fixed layout only methods that span all ranks can run: ``blocks`` and the static methods without a degree.
 """
