@@ -95,6 +95,28 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
+class EpochStream(StatefulStream):
+    """An iterable dataset that ignores a state of another epoch than its own, as Hugging Face's do."""
+
+    epoch = 0
+    loaded: tuple[int, int] | None = None
+    """The (epoch, place) of a loaded state, until the dataset is iterated."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, at = self.loaded or (self.epoch, 0)
+        self.at, self.loaded = at if epoch == self.epoch else 0, None
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["epoch"], state["at"]
+
+
 def batches_by_hand(numbers: list[int], lengths: list[int], budget: int) -> list[list[int]]:
     """Fill sample numbers into batches in order, each of at most ``budget`` tokens."""
     found: list[list[int]] = [[]]

@@ -6,26 +6,28 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from made import LENGTHS, Numbered, StatefulStream, Stream, arguments
+from made import LENGTHS, EpochStream, Numbered, StatefulStream, Stream, arguments
 from misbehaving import planner
 
 from flexcp.data.loader import Loader
 from flexcp.measure.ranks import RankPool
 
 BUDGET = 150
-MODES = ["known", "read", "stream", "stateful"]
+MODES = ["known", "read", "stream", "stateful", "epochs"]
 
 
 def made(mode: str) -> Any:
     if mode in ("known", "read"):
         return Numbered(known=mode == "known")
     lengths = LENGTHS * 2  # more samples than the loader reads ahead
-    return Stream(lengths) if mode == "stream" else StatefulStream(lengths)
+    return {"stream": Stream, "stateful": StatefulStream, "epochs": EpochStream}[mode](lengths)
 
 
 def loader(data: Any, group: Any = None, **options: Any) -> Loader:
@@ -202,6 +204,62 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         other.load_state_dict(plain)
 
 
+def generated(group: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield samples without end, each its number twice; with ``group``, three in a row are of one group."""
+    for number in itertools.count():
+        yield {"tokens": [number] * 2, **({"group": number // 3} if group else {})}
+
+
+def own_tokens(batch: Any) -> bool:
+    """Return whether a batch without groups has the tokens of its samples."""
+    return bool(batch.tokens.tolist() == [n for n in batch.samples.tolist() for _ in range(2)])
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_an_iterator_goes_on_from_the_state_of_where_it_is(lookahead: int) -> None:
+    with loader(generated(), budget=8, lookahead=lookahead) as data:
+        steps = iter(data)
+        got = [next(steps), next(steps)]
+        for _ in range(2):
+            data.load_state_dict(saved(data.state_dict()))
+            got.append(next(iter(data)))
+        assert [n for batch in got for n in batch.samples.tolist()] == list(range(16))
+        assert all(map(own_tokens, got))
+
+
+@pytest.mark.parametrize("tree_by", [None, "group"])
+def test_an_iterator_is_not_taken_to_a_place_that_it_has_passed(tree_by: str | None) -> None:
+    def new() -> Loader:
+        return loader(generated(tree_by is not None), budget=8, lookahead=0, tree_by=tree_by)
+
+    with new() as data:
+        steps = iter(data)
+        next(steps)
+        state = saved(data.state_dict())
+        for _ in range(12):
+            next(steps)
+        expected = [saved(data.state_dict())["place"], next(steps).tokens.tolist()]
+        data.load_state_dict(state)
+        for _ in range(2):  # and still not when asked again
+            with pytest.raises(ValueError, match=r"iterator .* cannot begin again; make the iterator and the Loader"):
+                next(iter(data))
+    with new() as data:
+        data.load_state_dict({**state, "place": expected[0]})
+        assert next(iter(data)).tokens.tolist() == expected[1]
+
+
+def test_a_stream_that_begins_again_is_read_to_any_place() -> None:
+    with loader(Stream(LENGTHS * 2)) as data:
+        states = [saved(data.state_dict())]
+        expected = []
+        for batch in data:
+            expected.append(described(batch))
+            states.append(saved(data.state_dict()))
+        for at in (3, 1, 4, 0):
+            data.load_state_dict(states[at])
+            assert described(next(iter(data))) == expected[at]
+
+
 def test_a_torchdata_loader_is_resumed_by_its_own_state() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -218,4 +276,27 @@ def test_a_torchdata_loader_is_resumed_by_its_own_state() -> None:
         with new() as resumed:
             resumed.load_state_dict(state)
             got += [described(b) for b in resumed]
+        assert got == expected
+
+
+def test_a_hugging_face_stream_is_resumed_in_any_epoch() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def rows() -> Any:
+        yield from ({"tokens": [number] * length} for number, length in enumerate(LENGTHS * 2))
+
+    def new() -> Loader:
+        return loader(datasets.IterableDataset.from_generator(rows), lookahead=2)
+
+    with new() as whole:
+        expected = [described(b) for _ in range(2) for b in whole]
+    for steps in (3, len(expected) // 2 + 4):
+        with new() as running:
+            ahead = (described(b) for _ in range(2) for b in running)
+            got = [next(ahead) for _ in range(steps)]
+            state = saved(running.state_dict())
+        with new() as resumed:
+            resumed.load_state_dict(state)
+            while resumed.epoch < 2:
+                got += [described(b) for b in resumed]
         assert got == expected

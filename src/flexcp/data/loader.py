@@ -367,7 +367,7 @@ class Loader:
             corrections = self._checked(state)
         self._iteration += 1
         self.plans.forget()
-        self.source.load(state["source"], state["epoch"])
+        self.source.load(state["source"], state["epoch"], state["place"])
         self.epoch, self.place, self.step = (state[name] for name in PLACES)
         self.speeds.corrections = corrections
 

@@ -134,6 +134,8 @@ class GroupedStream:
         return [*self._restored, *self._unfinished, *([] if self._flat is None else self._flat.rest)]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self._flat is not None and not hasattr(self.dataset, "load_state_dict"):
+            self._flat.check_begins_again()
         flat = self._flat = FlatStream(self.dataset, self._restored)
         group: list[Any] = []
         self._restored, self._unfinished = [], group

@@ -93,5 +93,5 @@ class KnownSource:
         """Return None: this source has no state besides the loader's place."""
         return None
 
-    def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
+    def load(self, state: Mapping[str, Any] | None, epoch: int, place: int) -> None:
         """Do nothing: this source has no state to restore."""

@@ -91,16 +91,18 @@ class ReadSource:
                 "the last state could not be loaded, so the stream may be at another place than the Loader; load a "
                 "state that can be, or make the stream and the Loader again"
             )
-        if epoch == self._epoch and (place in self._documents or place == self._next):
+        if epoch == self._epoch and self._is_near(place):
             return
         if self.samples is not None:
             self.order = epoch_order(self.samples, self.reading.shuffle, self.reading.seed, epoch)
         else:
             self.peers.attempt_together(lambda: self._begin_stream(epoch, place), "begin its stream")
-        self._documents.clear()
-        self.held.clear()
-        self._packed.clear()
+        self._drop()
         self._epoch, self._next, self._ended = epoch, place, False
+
+    def _is_near(self, place: int) -> bool:
+        """Return whether a place of this epoch is the next one to be read, or is among those that were read ahead."""
+        return place in self._documents or place == self._next
 
     def _begin_stream(self, epoch: int, place: int) -> None:
         """Begin an epoch of the stream, and read it up to a place; only rank 0 does. Raise ValueError if it cannot."""
@@ -110,6 +112,8 @@ class ReadSource:
             raise ValueError(
                 f"the loaded state is damaged: it does not hold sample {place} of the stream, which comes next"
             )
+        if self._stream is not None and not hasattr(self.dataset, "load_state_dict"):
+            self._stream.check_begins_again()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._stream = FlatStream(self.dataset)
@@ -246,28 +250,36 @@ class ReadSource:
             "ended": self._ended,
         }
 
-    def load(self, state: Any, epoch: int) -> None:
+    def load(self, state: Any, epoch: int, place: int) -> None:
         """Restore a stream and its pending samples (read but not handed out) from a state of :meth:`state`.
 
-        All ranks call this together. A stream without ``load_state_dict`` is read again up to its place, by
-        :meth:`begin`. Raise ValueError on all ranks if the state is damaged, or not of this kind of stream.
+        All ranks call this together. A stream without ``load_state_dict`` goes on with what was read ahead if the state
+        is at a place of that; otherwise it is read again up to its place, by :meth:`begin`. Raise ValueError on all
+        ranks if the state is damaged, or not of this kind of stream.
         """
-        self._epoch = None
+        before, self._epoch = self._epoch, None
         if not self.is_stream:
             return
         self._lost = True
-        self._documents, self.held, self._packed = {}, {}, {}
-        ahead, *_ = self.peers.attempt_together(lambda: self._restore(state), "restore its stream")
+        restore = self._restore
+        ahead, *_ = self.peers.attempt_together(lambda: restore(state, epoch, place, before), "restore its stream")
         self._lost = False
-        if ahead is not None:
+        if ahead is None:
+            self._drop()
+        else:
             self.schema = ahead.schema
             self._documents, self._next, self._ended = ahead.documents, ahead.next, ahead.ended
             self._epoch = epoch
 
-    def _restore(self, state: Any) -> Ahead | None:
+    def _drop(self) -> None:
+        """Drop what was read and not handed out."""
+        self._documents, self.held, self._packed = {}, {}, {}
+
+    def _restore(self, state: Any, epoch: int, place: int, before: int | None) -> Ahead | None:
         """Restore the stream, which only rank 0 does; return what was read ahead, or None if the epoch had not begun.
 
-        Raise ValueError if the state is damaged, or not of this kind of stream.
+        ``before`` is the epoch that the stream is in. Raise ValueError if the state is damaged, or not of this kind of
+        stream.
         """
         if self.peers.rank != 0:
             return None
@@ -277,8 +289,14 @@ class ReadSource:
                 "this state does not fit the stream: on rank 0, load what rank 0 saved of the same kind of stream"
             )
         if not stateful:
+            goes_on = self._stream is not None and self._stream.failure is None
+            if goes_on and epoch == before and self._is_near(place):  # an iterator could not be read again
+                return Ahead(self._documents, self.schema, self._next, self._ended)
             return None
         check_stream_state(state)
+        self._drop()
+        if hasattr(self.dataset, "set_epoch"):  # Hugging Face drops the state of another epoch than the dataset's
+            self.dataset.set_epoch(epoch)
         self._restored = state["stream"]
         self.dataset.load_state_dict(state["stream"])
         if not state["begun"]:

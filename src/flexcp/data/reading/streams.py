@@ -21,7 +21,10 @@ class FlatStream:
     def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:
         self._items, self._rest = iter(stream), deque(rest)
         self._unsettled: list[bytes] = []
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """The error with which the stream did not give its next item, or None."""
+        self._one_shot = self._items is stream
+        self._in_the_middle = False
 
     def take(self, where: str) -> tuple[Any, bytes] | None:
         """Return the next sample and the same pickled, or None after the last; ``where`` names it in errors.
@@ -48,22 +51,35 @@ class FlatStream:
         """
         if self._rest:
             return True
+        self._in_the_middle = True
         try:
             item = next(self._items)
         except StopIteration:
-            if self._failure is None:
+            if self.failure is None:
+                self._in_the_middle = False
                 return False
             raise RuntimeError(
-                f"the stream ended after it had failed ({self._failure}), so its other samples are not known; make "
+                f"the stream ended after it had failed ({self.failure}), so its other samples are not known; make "
                 "the Loader again with a new stream, and load the state that this Loader's state_dict() gives"
             ) from None
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self.failure = f"{type(error).__name__}: {error}"
             raise
-        self._failure = None
+        self.failure = None
         several = isinstance(item, list | tuple) and len(item) > 0 and isinstance(item[0], Mapping)
         self._rest.extend(item if several else [item])
         return True
+
+    def check_begins_again(self) -> None:
+        """Raise ValueError if the stream is an iterator that gave some of its samples and cannot give them again.
+
+        One that has ended passes: it has nothing left that would be taken for its beginning.
+        """
+        if self._one_shot and self._in_the_middle:
+            raise ValueError(
+                "the dataset is an iterator that gave samples already, and it cannot begin again; make the iterator "
+                "and the Loader again, and load the state into that Loader"
+            )
 
     def settle(self) -> None:
         """Forget the samples that were taken: they have been read on all ranks."""
