@@ -33,7 +33,7 @@ def token(number: int, row: int) -> int:
 
 def sample(number: int, length: int) -> dict[str, Any]:
     """Return a sample with token ids, a vector for each token, a span of an image and two values of the document."""
-    rows = torch.arange(length)
+    rows = torch.arange(length, device="cpu")
     return {
         "tokens": number * ROWS + rows,
         "weight": np.stack([rows.numpy() + number, -rows.numpy()], 1).astype(np.float32),

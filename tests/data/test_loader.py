@@ -11,7 +11,9 @@ import json
 import re
 import tracemalloc
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,35 @@ def test_the_union_of_all_ranks_is_the_batch(ranks: int, pool: RankPool) -> None
 
 def delivered_with(group: Any, mode: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     return delivered(group, mode, strategy, **options)
+
+
+def on_another_default_device(group: Any, mode: str, options: dict[str, Any]) -> Any:
+    """Return the batches of this rank; without ``device=``, all their tensors must be on the CPU."""
+    with torch.device("meta"):
+        batches = delivered(group, mode, **options)["batches"]
+    return [{name: plain(found) for name, found in batch.items()} for batch in batches]
+
+
+def plain(found: Any) -> Any:
+    """Return values with lists in place of tensors, which must be on the CPU."""
+    if isinstance(found, dict):
+        return {name: plain(x) for name, x in found.items()}
+    if isinstance(found, torch.Tensor):
+        assert found.device.type == "cpu"
+        return found.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{"plan_options": {"tokens": "equal", "pad_to": 8}}, {"spans": "images", "document_fields": []}]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_default_device_of_torch_is_not_the_loaders(mode: str, options: dict[str, Any], pool: RankPool) -> None:
+    """It may be the model's; samples are split and exchanged on the CPU."""
+    for ranks in (1, 2):
+        expected = pool.run(delivered_with, mode, "zigzag", options, ranks=ranks)
+        found = pool.run(on_another_default_device, mode, options, ranks=ranks)
+        assert found == [[plain(batch) for batch in rank["batches"]] for rank in expected]
 
 
 @pytest.mark.parametrize("mode", ["known", "read"])
@@ -564,6 +595,7 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"pad_token": 1 << 63}, "pad_token is the token id .*, a whole number of 64 bits; got 9223372036854775808"),
         ({"device": "gpu:0"}, "a device is torch.device.* got 'gpu:0'"),
         ({"telemetry": True}, r"telemetry= is flexcp\.Telemetry\(\.\.\.\), or None; got True"),
+        ({"telemetry": SimpleNamespace(planning=nullcontext)}, r"telemetry= is .*Telemetry.*; got a SimpleNamespace"),
         ({"masks": {}}, "masks= is .*; got none"),
         ({"spans": 3}, "spans= is the name of a field, or a list with the spans of each document; got 3"),
         ({"labels": 3}, "labels is the name of a field of the samples, or None; got 3"),

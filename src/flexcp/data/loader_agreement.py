@@ -22,7 +22,7 @@ def check_same(mine: Mapping[str, Any], peers: Peers) -> None:
 
     The keys of ``mine`` are names for the error message.
     """
-    told = peers.all_gather(dict(mine))
+    told = peers.all_gather(dict(mine), "the loader's comparison of arguments")
     for name in mine:
         for rank, theirs in enumerate(told):
             if theirs[name] != told[0][name]:

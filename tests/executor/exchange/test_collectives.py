@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import flexcp
+from flexcp.data.loader_agreement import check_same
 from flexcp.data.reading.row_sharing import Peers
+from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.executor.exchange.collectives import Collectives, Occasion, row_form
 from flexcp.executor.local_rows import mean_over_ranks
 from flexcp.frameworks import shared_batch
@@ -54,7 +56,9 @@ def test_a_rank_may_leave_out_what_it_has_no_part_in(pool: RankPool) -> None:
 def test_tags_of_places_differ_from_each_other_and_from_passes() -> None:
     places = ["step.roll", "step.loss", "step.gather", "step.relayout", "step.restore", "image_rows"]
     places += [f"the backward of {place}" for place in places]
-    places += ["the loader's exchange of lengths", "the loader's exchange of rows", "the loader's count of labels"]
+    places += ["the loader's comparison of arguments", "the loader's exchange of speeds"]
+    places += ["the loader's attempt to read its samples", "the loader's attempt to begin its stream"]
+    places += ["the loader's exchange of rows", "the loader's count of labels"]
     tags = {Occasion(place, number, step).tag(0, 0) for place in places for number in (1, 2) for step in (0, 1, 31)}
     assert len(tags) == 6 * len(places) and min(tags) >= 1 << 30 and max(tags) < 1 << 31  # attention uses lower tags
 
@@ -62,8 +66,17 @@ def test_tags_of_places_differ_from_each_other_and_from_passes() -> None:
 # --- a rank that stays away -------------------------------------------------------------------------------------------
 
 
-def lengths(group: dist.ProcessGroup) -> None:
-    Peers(group, LIMIT).all_gather("lengths")
+def arguments(group: dist.ProcessGroup) -> None:
+    check_same({"seed": 1}, Peers(group, LIMIT))
+
+
+def speeds(group: dist.ProcessGroup) -> None:
+    planner = flexcp.Planner(2, cluster=flexcp.cluster("cpu", 1, RANKS))
+    SpeedFollower(planner, 1, flexcp.Telemetry(), Peers(group, LIMIT)).after(0, 0, 1)
+
+
+def reading(group: dist.ProcessGroup) -> None:
+    Peers(group, LIMIT).attempt_together(lambda: None, "read its samples")
 
 
 def labels(group: dist.ProcessGroup) -> None:
@@ -108,7 +121,9 @@ def three() -> Any:
 @pytest.mark.parametrize(
     ("function", "place"),
     [
-        (lengths, "receive from rank 1 in the loader's exchange of lengths, sizes (call 1)"),
+        (arguments, "receive from rank 1 in the loader's comparison of arguments, sizes (call 1)"),
+        (speeds, "receive from rank 1 in the loader's exchange of speeds, sizes (call 1)"),
+        (reading, "receive from rank 1 in the loader's attempt to read its samples, sizes (call 1)"),
         (labels, "receive from rank 1 in the loader's count of labels (call 1)"),
         (rows, "receive from rank 1 in the loader's exchange of rows (call 1)"),
         (documents, "receive from rank 1 in the exchange of batch sizes (call 1)"),

@@ -47,9 +47,12 @@ class Peers:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks; values are pickled. All ranks call this together."""
-        return self.collectives.told("the loader's exchange of lengths", value, self.device)
+    def all_gather(self, value: Any, place: str) -> list[Any]:
+        """Return the values of all ranks, in the order of ranks; values are pickled. All ranks call this together.
+
+        ``place`` says in errors what the ranks exchange.
+        """
+        return self.collectives.told(place, value, self.device)
 
     def attempt_together(self, attempt: Callable[[], T], doing: str) -> list[T]:
         """Call ``attempt`` on all ranks, and return what it returns on each; all ranks call this together.
@@ -64,7 +67,7 @@ class Peers:
         except Exception as error:  # a user's dataset may raise anything, and no rank may be left waiting
             failure = error
         mine = None if failure is None else (type(failure).__name__, str(failure), isinstance(failure, ValueError))
-        told = self.all_gather((done, mine))
+        told = self.all_gather((done, mine), f"the loader's attempt to {doing}")
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(told):
@@ -127,7 +130,7 @@ def local_columns(
     """
     out = {}
     for name, dtype, shape in schema:
-        out[name] = torch.full((rows, *shape), pads.get(name, 0), dtype=dtype)
+        out[name] = torch.full((rows, *shape), pads.get(name, 0), dtype=dtype, device="cpu")
     for at, document, first, count in zip(
         *(x.tolist() for x in (kept.at, kept.document, kept.first, kept.rows)), strict=True
     ):
@@ -180,7 +183,7 @@ def _message(part: Segments, held: Mapping[int, HeldSample], schema: Schema) -> 
     for d in _documents_of(part):
         if held[d].values:
             pieces.append(torch.frombuffer(bytearray(held[d].values), dtype=torch.uint8))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _bytes(rows: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def _tensor(value: Any, name: str, where: str) -> Tensor:
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         value = value.copy()  # torch warns about read-only arrays, such as memory maps
     try:
-        return torch.as_tensor(value).detach().cpu()
+        return torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where}: field {name!r} is no array of numbers ({error})") from None
 
@@ -282,7 +282,7 @@ def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
 
     Raise ValueError if a span lies outside the tokens; ``where`` names the sample.
     """
-    numbers = torch.full((rows,), -1)
+    numbers = torch.full((rows,), -1, device="cpu")
     for number, (start, end) in enumerate(pairs_of_spans(spans)):
         if not 0 <= start <= end <= rows:
             raise ValueError(f"{where}: span ({start}, {end}) lies outside its {rows} tokens")

@@ -53,7 +53,7 @@ class SpeedFollower:
         """
         if self._measured is None or (step + 1) % self.every or self._pending(epoch, step):
             return
-        told = self.peers.all_gather(self._measured.since_last())
+        told = self.peers.all_gather(self._measured.since_last(), "the loader's exchange of speeds")
         assert self.cluster is not None
         found = agreed_speeds(told, self.at(epoch, unasked) or self.cluster.rank_speeds)
         if found is not None:

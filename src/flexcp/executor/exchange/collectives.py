@@ -157,7 +157,7 @@ class Collectives:
     def _compare_forms(self, occasion: Occasion, to: list[int], from_: list[int]) -> None:
         """Tell the ranks ``to`` this rank's form; raise ValueError if one of the ranks ``from_`` tells another one."""
         mine = occasion.form.encode()[:FORM_BYTES].ljust(FORM_BYTES)
-        told = {peer: torch.empty(FORM_BYTES, dtype=torch.uint8) for peer in from_}
+        told = {peer: torch.empty(FORM_BYTES, dtype=torch.uint8, device="cpu") for peer in from_}
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self._move(replace(occasion, tells_form=True), dict.fromkeys(to, sent), told)
         for peer, text in told.items():
@@ -216,8 +216,8 @@ class Collectives:
             dist.all_gather_object(told, value, group=self.group)
             return told
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gathered(f"{place}, sizes", torch.tensor(len(mine)))]
-        found = {rank: torch.empty(sizes[rank], dtype=torch.uint8) for rank in self.others}
+        sizes = [int(size) for size in self._gathered(f"{place}, sizes", torch.tensor(len(mine), device="cpu"))]
+        found = {rank: torch.empty(sizes[rank], dtype=torch.uint8, device="cpu") for rank in self.others}
         self.exchange(place, dict.fromkeys(self.others, mine), found)
         found[self.rank] = mine
         return [pickle.loads(found[rank].numpy().tobytes()) for rank in range(self.size)]
