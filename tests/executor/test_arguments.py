@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -259,8 +260,11 @@ def test_bind_names_what_it_cannot_take(name: str, wrong: Any) -> None:
 
 
 def test_a_time_limit_is_seconds_or_a_timedelta() -> None:
-    assert time_limit(1.5) == time_limit(timedelta(seconds=1.5)) == timedelta(seconds=1.5)
-    for wrong in (0, -1, float("nan"), float("inf"), MOST_SECONDS + 1, "5", True, timedelta(0), timedelta(days=4000)):
+    for right in (1.5, np.float32(1.5), timedelta(seconds=1.5)):
+        assert time_limit(right) == timedelta(seconds=1.5)  # type: ignore[arg-type]
+    assert time_limit(np.int64(2)) == time_limit(2) == timedelta(seconds=2)  # type: ignore[arg-type]
+    numbers = (0, -1, float("nan"), float("inf"), MOST_SECONDS + 1, 10**400, np.float32("nan"), np.int64(0))
+    for wrong in (*numbers, "5", True, np.True_, timedelta(0), timedelta(days=4000)):
         with pytest.raises(ValueError, match="timeout= is a timedelta or seconds"):
             time_limit(wrong)  # type: ignore[arg-type]
 

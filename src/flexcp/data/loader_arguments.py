@@ -42,7 +42,8 @@ def check_dataset(dataset: Any) -> None:
 
 def check_telemetry(telemetry: Any) -> None:
     """Raise ValueError unless ``telemetry`` is None or watches steps."""
-    if telemetry is not None and (isinstance(telemetry, type) or not hasattr(telemetry, "planning")):
+    watches = all(hasattr(telemetry, name) for name in ("planning", "binding"))
+    if telemetry is not None and (isinstance(telemetry, type) or not watches):
         raise ValueError(f"telemetry= is flexcp.Telemetry(...), or None; got {named_kind(telemetry)}")
 
 

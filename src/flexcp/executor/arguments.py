@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.io.setting_checks import MOST_SECONDS
+from flexcp.io.setting_checks import MOST_SECONDS, is_seconds
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -254,9 +254,8 @@ def time_limit(timeout: timedelta | float) -> timedelta:
 
     Raise ValueError if it is not above 0 or is above :data:`MOST_SECONDS`.
     """
-    found: object = timeout
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout <= MOST_SECONDS:
-        found = timedelta(seconds=timeout)
-    if not isinstance(found, timedelta) or not timedelta(0) < found <= timedelta(seconds=MOST_SECONDS):
+    if isinstance(timeout, timedelta) and timedelta(0) < timeout <= timedelta(seconds=MOST_SECONDS):
+        return timeout
+    if isinstance(timeout, timedelta) or not is_seconds(timeout):
         raise ValueError(f"timeout= is a timedelta or seconds, above 0 and at most {MOST_SECONDS:,}; got {timeout!r}")
-    return found
+    return timedelta(seconds=float(timeout))

@@ -33,13 +33,18 @@ def check_flag(name: str, value: object, *others: object) -> None:
         raise ValueError(f"{name} is {', '.join(first)} or {last}; got {shown(value)}")
 
 
+def is_seconds(value: object) -> bool:
+    """Return whether a value is a number of seconds that a wait can take."""
+    kinds = int | float | np.integer | np.floating
+    return isinstance(value, kinds) and not isinstance(value, bool) and bool(0 < value <= MOST_SECONDS)
+
+
 def check_seconds(name: str, value: object, instead: str = "") -> None:
     """Raise ValueError unless the setting ``name`` is a number of seconds that a wait can take.
 
     ``instead`` is an end for the message, such as what to pass for no limit.
     """
-    kinds = int | float | np.integer | np.floating
-    if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= MOST_SECONDS:
+    if not is_seconds(value):
         given = shown(value)
         raise ValueError(f"{name} is a number of seconds above 0 and at most {MOST_SECONDS:,}; got {given}{instead}")
 
