@@ -75,7 +75,7 @@ def forgotten() -> Iterator[None]:
 
 
 def forget() -> None:
-    for remembered in (jit._folders, jit._digest, jit._warn, jit._warn_of_version):
+    for remembered in (jit._folders, jit._digest, jit._warn, jit._warn_of_version, jit._warn_of_sources):
         remembered.cache_clear()
 
 
@@ -285,8 +285,9 @@ def test_sources_that_cannot_be_read_are_compiled_in_every_process(
     module = fresh(source)
     with caplog.at_level(logging.WARNING, logger="flexcp.compile"):
         assert module.total(VALUES) == TOTAL
-    assert module.total.stats.cache_path == ""
-    assert "lost with this process: the sources cannot be read" in caplog.text
+    assert module.total.stats.cache_path == "" and jit.cache_folders() == ()
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "lost with this process: the sources cannot be read" in warning
     monkeypatch.undo()
     assert not kept(source.parent / "__pycache__")
 

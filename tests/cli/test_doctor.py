@@ -78,7 +78,7 @@ def test_what_fails_is_a_fix_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(doctor, "_run_two", broken)
     monkeypatch.setattr(doctor, "_can_write", lambda _: False)
-    monkeypatch.setattr("flexcp.arrays.jit.cache_folders", lambda: ())
+    monkeypatch.setattr("flexcp.arrays.jit.cache_folders", lambda: (Path("/no folder"),))
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert result.exit_code == 1
     assert "fix two processes against dense attention: RuntimeError: gloo is out\n" in result.stdout
@@ -108,3 +108,10 @@ def test_only_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("a", "1", hint="do b")]))
     result = CliRunner().invoke(app, ["doctor", "--no-test"], catch_exceptions=False)
     assert result.stdout == "  a  1\n\nhint: do b\n"
+
+
+def test_sources_in_an_archive_are_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexcp.arrays.jit.cache_folders", lambda: ())
+    found = doctor._cache()
+    assert found.value == "not kept, because the sources cannot be read"
+    assert found.fix is not None and found.fix.startswith("install flexcp as files, not in an archive")

@@ -133,7 +133,7 @@ class Kept:
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Write compiled code to the first folder that can be written; log a warning if there is none.
+        """Write compiled code to the first folder that can be written; log a warning if none takes it.
 
         Code that needs objects of this process is not written.
         """
@@ -141,6 +141,8 @@ class Kept:
 
         if result.lifted or result.library.has_dynamic_globals:
             return  # this code needs objects that exist in this process only
+        if not _folders(self.source):
+            return  # _folders has said why
         key = _key(signature, result.codegen)
         content = bytes(dumps((key, result._reduce())))
         refused = []
@@ -206,6 +208,17 @@ def _warn_of_version() -> None:
     )
 
 
+@cache
+def _warn_of_sources(error: str) -> None:
+    """Log, once per process and kind of error, that compiled loops are not kept because sources cannot be read."""
+    LOGGER.warning(
+        "compiled loops are lost with this process: the sources cannot be read (%s in %s); install flexcp as files, "
+        "not in an archive",
+        error,
+        Path(__file__).parent,
+    )
+
+
 def cache_folders() -> tuple[Path, ...]:
     """Return the folders in which compiled code is searched; it is written to the first that can be written."""
     return _folders(Path(__file__).with_name("compiled_sort.py"))
@@ -227,7 +240,7 @@ def _folders(source: Path) -> tuple[Path, ...]:
     try:
         digest = _digest(source)
     except OSError as error:  # the sources are in an archive, or were not installed
-        LOGGER.warning("compiled loops are lost with this process: the sources cannot be read (%s)", error)
+        _warn_of_sources(type(error).__name__)
         return ()
     return tuple(folder / f"flexcp-{digest}" for folder in found)
 

@@ -164,6 +164,12 @@ def _cache() -> Finding:
     from flexcp.io.private_files import refusal
 
     folders = cache_folders()
+    if not folders:
+        return Finding(
+            "compiled loops",
+            "not kept, because the sources cannot be read",
+            fix="install flexcp as files, not in an archive, or the first plan of every process takes half a minute",
+        )
     refused = next((why for folder in folders if (why := refusal(folder)) is not None), None)
     if refused is not None:
         return Finding("compiled loops", "not used, because others may have written them", fix=refused)

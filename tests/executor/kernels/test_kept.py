@@ -76,3 +76,13 @@ def test_without_a_folder_it_still_runs(kept: Any, tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING, "flexcp.compile"):
         assert kept.kept("forward", Made) == b"code"
     assert "lost with this process" in caplog.text
+
+
+def test_sources_that_cannot_be_read_are_told_of_once(
+    kept: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folders of compiled loops, of which there are then none, warn of it already."""
+    monkeypatch.setattr(kept, "_folders", tuple)
+    with caplog.at_level(logging.WARNING, "flexcp.compile"):
+        assert kept.kept("forward", Made) == b"code"
+    assert caplog.text == ""

@@ -49,7 +49,8 @@ def kept(name: str, compile_now: Callable[[], Any]) -> Any:
         except OSError as error:
             refused.append(str(error))
     else:
-        LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", name, "; ".join(refused))
+        if refused:  # if there is no folder at all, cache_folders has said why
+            LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", name, "; ".join(refused))
     return _loaded(content)
 
 
