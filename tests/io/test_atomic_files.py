@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_a_file_that_stdout_goes_to_is_written_in_turn(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
         subprocess.run([sys.executable, "-c", code], stdout=file, env=buffered, check=True, timeout=60)
     assert (tmp_path / "log").read_text() == "1\n2\n3\n"
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a folder below /dev")
+def test_a_file_by_its_own_name_is_replaced_wherever_it_is() -> None:
+    code = "import sys; from flexcp.io.atomic_files import write_whole; print(1); write_whole(sys.argv[1], '2\\n')"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            subprocess.run([sys.executable, "-c", code, str(log)], stdout=file, check=True, timeout=60)
+        assert log.read_text() == "2\n"
+
+
+@pytest.mark.parametrize("name", ["/dev/stderr", "/dev/fd/2", "/proc/self/fd/2", "/proc/thread-self/fd/2"])
+def test_a_stream_has_several_names(tmp_path: Path, name: str) -> None:
+    code = "import sys; from flexcp.io.atomic_files import write_whole; write_whole(sys.argv[1], '2\\n')"
+    (tmp_path / "log").write_text("1\n")
+    with (tmp_path / "log").open("ab") as file:
+        subprocess.run([sys.executable, "-c", code, name], stderr=file, check=True, timeout=60)
+    assert (tmp_path / "log").read_text() == "1\n2\n"
 
 
 def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:

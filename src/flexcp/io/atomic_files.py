@@ -9,10 +9,14 @@ log``): a new file in its place would take away what was written before, and wha
 from __future__ import annotations
 
 import os
+import re
 import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
+
+STREAMS = re.compile(r"/dev/(stdout|stderr|fd/\d+)|/proc/[^/]+(/task/\d+)?/fd/\d+")
+"""The names that a process's open files have as paths."""
 
 
 def write_whole(path: Path | str, content: bytes | str) -> None:
@@ -44,12 +48,12 @@ def write_whole(path: Path | str, content: bytes | str) -> None:
 
 
 def stream_to(path: Path) -> int | None:
-    """Return the descriptor of stdout or stderr if ``path`` is a name of that stream, such as ``/dev/stdout``.
+    """Return the descriptor of stdout or stderr if ``path`` is a name of that stream, one of :data:`STREAMS`.
 
     A file that is given by its own name is replaced, also if a stream goes to it. In a process that was started without
     one of these streams, their descriptors may be those of any file.
     """
-    if not os.path.abspath(path).startswith(("/dev/", "/proc/")):
+    if STREAMS.fullmatch(os.path.abspath(path)) is None:
         return None
     for descriptor, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
         with suppress(OSError):  # there is no such file, or the stream was closed
