@@ -126,3 +126,13 @@ def test_inputs_may_be_pipes(tmp_path: Path) -> None:
 def test_a_pipe_without_lengths_is_not_called_missing() -> None:
     with piped(b"") as pipe, pytest.raises(ValueError, match="holds no lengths; it should hold one number a line"):
         CliRunner().invoke(app, ["plan", "--lengths", pipe, "--ranks", "2"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "before", "content"),
+    [("--model", "", json.dumps(CONFIG).encode()), ("--data", "@", b"300\n40\n"), ("--data", "", b"some text\n")],
+)
+def test_train_refuses_pipes(option: str, before: str, content: bytes) -> None:
+    """Its ranks are other processes, and would find the pipe empty."""
+    with piped(content) as pipe, pytest.raises(ValueError, match=f"^{option} {before}{pipe} is a pipe.*write it to a f"):
+        CliRunner().invoke(app, ["train", option, before + pipe], catch_exceptions=False)

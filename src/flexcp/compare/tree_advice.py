@@ -82,7 +82,7 @@ def read_trees(path: Path) -> list[Mask] | None:
     """
     if path.suffix.lower() not in (".jsonl", ".ndjson") or not path.is_file():
         return None
-    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().decode("utf-8-sig", errors="replace").splitlines()
     records = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not records or not all(f'"{name}"' in records[0][1] for name in ("parents", "lengths")):
         return None

@@ -301,7 +301,7 @@ def _as_before(stages: int, reader: Reader) -> Execution:
     Raise ValueError if the number of stages is impossible.
     """
     if not 0 < stages <= MAX_STAGES:
-        raise ValueError(f"own tokens enter in stage 0 of {stages}")
+        raise ValueError(f"a program has {stages} stages; it has 1 to {MAX_STAGES}")
     reader.spend(8 * len(Execution.names()) * stages, f"{stages} stages")
     return one_call_ahead(stages)
 
@@ -386,7 +386,9 @@ def _check_placement(placement: Placement, shape: Shape) -> None:
 def _check_program(program: Program, placement: Placement, shape: Shape) -> None:
     """Raise ValueError unless all stages, ranks, tokens and heads of a program exist and its execution is possible."""
     t, ranks = program.transfers, placement.ranks
-    if not 0 <= program.own_stage < program.stages <= MAX_STAGES:
+    if not 0 < program.stages <= MAX_STAGES:
+        raise ValueError(f"a program has {program.stages} stages; it has 1 to {MAX_STAGES}")
+    if not 0 <= program.own_stage < program.stages:
         raise ValueError(f"own tokens enter in stage {program.own_stage} of {program.stages}")
     if len(program.held) not in (0, ranks) or any(not 0 <= share <= 1000 for share in program.held):
         raise ValueError("held work must be a share of 0 to 1000 per mille for each rank, or empty")

@@ -29,6 +29,7 @@ def check_model(name: str) -> None:
     """
     if name == "gpt":
         return
+    _refuse_pipe("--model", name)
     if name in PRESETS:
         billions = PRESETS[name].parameters / 1e9
         raise ValueError(
@@ -77,6 +78,7 @@ def check_data(source: str) -> None:
 
     Text files that are empty, are JSON lines, or hold nothing but numbers are refused too.
     """
+    _refuse_pipe("--data", source)
     if source.startswith("@"):
         parse_lengths(source)
         return
@@ -102,6 +104,15 @@ def check_data(source: str) -> None:
         raise ValueError(
             f"{source} holds numbers: read as a text, its digits would be learnt; write --data @{source} to train on "
             "documents of these lengths"
+        )
+
+
+def _refuse_pipe(option: str, given: str) -> None:
+    """Raise ValueError if an option names a pipe, which only one process can read, and only once."""
+    if Path(given.removeprefix("@")).is_fifo():
+        raise ValueError(
+            f"{option} {given} is a pipe, and every rank of train reads it in a process of its own: write it to a file "
+            "and give that"
         )
 
 
