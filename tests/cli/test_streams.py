@@ -134,5 +134,8 @@ def test_a_pipe_without_lengths_is_not_called_missing() -> None:
 )
 def test_train_refuses_pipes(option: str, before: str, content: bytes) -> None:
     """Its ranks are other processes, and would find the pipe empty."""
-    with piped(content) as pipe, pytest.raises(ValueError, match=f"^{option} {before}{pipe} is a pipe.*write it to a f"):
+    with (
+        piped(content) as pipe,
+        pytest.raises(ValueError, match=f"^{option} {before}{pipe} is a pipe.*write it to a f"),
+    ):
         CliRunner().invoke(app, ["train", option, before + pipe], catch_exceptions=False)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
+from flexcp.compare.tree_advice import read_trees
 from flexcp.io.sizes import size
 
 STAR = {"parents": [-1, 0, 0, 0, 0], "lengths": [4096, 256, 256, 256, 256]}
@@ -50,3 +51,10 @@ def test_a_line_that_is_no_tree_is_named(tmp_path: Path, line: str, words: str) 
     path.write_text(json.dumps(STAR) + "\n" + line)
     answer = CliRunner().invoke(app, ["advise", str(path), *SETTING])
     assert answer.exit_code != 0 and words in " ".join((answer.output + str(answer.exception)).split())
+
+
+def test_a_file_of_trees_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_text(json.dumps(STAR) + "\n", encoding="utf-8-sig")
+    found = read_trees(path)
+    assert found is not None and [mask.length for mask in found] == [5120]

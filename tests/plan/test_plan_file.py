@@ -119,6 +119,11 @@ def test_a_file_of_version_1_means_what_was_done_then() -> None:
     assert load_plan(save_plan(plan)) == plan != again
 
 
+def test_too_many_stages_of_version_1_are_named() -> None:
+    with pytest.raises(ValueError, match="a program has 300000 stages; it has 1 to 262144"):
+        wire._as_before(300_000, None)  # type: ignore[arg-type]
+
+
 def test_a_file_of_version_2_is_the_plan_it_was() -> None:
     data = (Path(__file__).parent / "version_2.flexcp").read_bytes()
     plan = load_plan(data)
