@@ -19,16 +19,21 @@ eager inside the operator, because compiled collectives could be reordered again
 A call through torch's dispatcher costs the host more time than a short kernel takes. So the operators are called only
 when something has to see them (torch.compile, dispatch modes such as selective checkpointing, functorch transforms,
 tensor subclasses). Plain tensors outside of these run the same functions through ``torch.autograd.Function``.
+
+Both run without autocast: the dtype of q, k and v is the plan's, and a backward whose products were rounded otherwise
+than the forward's would not match the forward's LSE.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.library import CustomOpDef  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from flexcp.executor.kernels import Settings, on_device
@@ -137,19 +142,70 @@ def register_attention(
             return gradients(ctx, *back)
 
     def call(*given: Any) -> Any:
-        return (first if _is_watched(*given[: len(Inputs._fields)]) else Plain.apply)(*given)
+        tensors = given[: len(Inputs._fields)]
+        if not _is_watched(*tensors):
+            return Plain.apply(*given)
+        if _has_forward_derivatives() if torch.compiler.is_compiling() else _are_differentiated(tensors):
+            raise NotImplementedError(
+                f"flexcp.{names[0].removesuffix('_forward')} has no derivatives by torch.func (jvp, jacfwd, grad, "
+                "jacrev, hessian), and no forward-mode or second derivatives; take gradients by torch.autograd.grad or "
+                "loss.backward()"
+            )
+        return first(*given)
 
     return call
 
 
 def on_their_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` as a function that runs on the device of the first tensor of its first argument, a tuple."""
+    """Return ``run`` as a function that runs on the device of the first tensor of its first argument, a tuple.
+
+    It runs without autocast, whatever is on around the call.
+    """
 
     def call(first: Any, *others: Any) -> Any:
-        with on_device(first[0].device):
+        device = first[0].device
+        refuse_meta(device)
+        with on_device(device), without_autocast(device.type):
             return run(first, *others)
 
     return call
+
+
+def refuse_meta(device: torch.device) -> None:
+    """Raise NotImplementedError for the meta device."""
+    if device.type == "meta":
+        raise NotImplementedError(
+            "the tensors are on the meta device and have no values to attend to; move model and inputs to a CPU or a "
+            "GPU (shapes alone are traced by torch.compile, FakeTensorMode and FlopCounterMode)"
+        )
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast on this type of device; it does nothing where autocast is off, to save time."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def _are_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Return whether a transform of ``torch.func`` takes a derivative of a call with these tensors.
+
+    Such a call must be refused: the forward-mode derivative of a registered operator is zero, silently, and others
+    raise torch's advice to those who write operators.
+    """
+    numbers = [x for x in tensors if x is not None and x.is_floating_point()]
+    given = [x for x in numbers if torch._C._functorch.is_functorch_wrapped_tensor(x)]
+    # Inside vmap a tensor does not show that grad differentiates it, so such a call gets torch's own error.
+    return any(x.requires_grad for x in given) or (bool(given) and _has_forward_derivatives())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_forward_derivatives() -> bool:
+    """Return whether a transform of ``torch.func`` takes forward-mode derivatives.
+
+    torch.compile calls this while it traces, when it has entered the transforms of the code that it traces, and guards
+    on those around it.
+    """
+    # torch has no public function for this.
+    return any(layer.key() == TransformType.Jvp for layer in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def _is_watched(*tensors: Tensor | None) -> bool:
