@@ -185,8 +185,8 @@ class DeviceExchange(Exchange):
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         super().__init__(wire, this, calls)
-        self._posted: dict[int, tuple[list[dist.Work], Buffers]] = {}
-        """Stages not waited for yet: their handles, and what they send, which must be kept until then."""
+        self._posted: dict[int, list[dist.Work]] = {}
+        """The handles of stages not waited for yet; callers keep the memory of a stage until it has arrived."""
         self._stamps: dict[int, list[Tensor]] = {}
         self._own_stamp: Tensor | None = None
         self._stamped: tuple[set[int], set[int]] = (set(), set())
@@ -194,7 +194,7 @@ class DeviceExchange(Exchange):
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         works: list[dist.Work] = []
-        self._posted[stage] = works, sends
+        self._posted[stage] = works
         for call in self.calls[stage]:
             into = [(receives.part(part.peer, part.start, part.stop), part.peer) for part in call.receives]
             out = [(sends.part(part.peer, part.start, part.stop), part.peer) for part in call.sends]
@@ -207,15 +207,14 @@ class DeviceExchange(Exchange):
                 raise ExchangeError(f"{self.this.where(stage)}: {error}") from error
 
     def arrived(self, stage: int) -> Buffers | None:
-        works, _ = self._posted.pop(stage, ([], None))
-        for work in works:
+        for work in self._posted.pop(stage, []):
             work.wait()
         for stamps in self._stamps.pop(stage, []):
             torch._assert_async((stamps == self.this.stamp).all(), self._mixed_up(stage))
         return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
-        for works, _ in self._posted.values():
+        for works in self._posted.values():
             for work in works:
                 work.wait()
         self._posted.clear()
