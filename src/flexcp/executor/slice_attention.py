@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexcp.batch import Batch, MaskLike, make_batch
 from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
-from flexcp.executor.kernels import Ints, accumulator_dtype, find_kernel
+from flexcp.executor.kernels import Ints, accumulator_dtype, find_kernel, lasting, uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.run.message_layout import types_of
@@ -99,7 +99,8 @@ def _slices_of(batch: Batch) -> Tensor:
     begin = np.repeat(batch.starts[:-1], np.diff(mask.first))
     table = shift(mask.slices, begin, begin)
     # torch.compile specialises on sizes 0 and 1: add empty slices so that there are at least two.
-    return torch.from_numpy(np.concatenate([table, np.zeros((max(0, 2 - len(table)), 6), np.int64)]))
+    table = np.concatenate([table, np.zeros((max(0, 2 - len(table)), 6), np.int64)])
+    return uploaded(table, torch.device("cpu"))
 
 
 def _attend(x: Inputs, numbers: Numbers) -> tuple[Tensor, Tensor]:
@@ -162,7 +163,8 @@ def _work(
             "flexcp.packed_slices"
         )
     module = find_kernel(choose_kernel(device, dtype, sizes[2], sizes[3], kernel).kernel)
-    return module, module.prepare(table, *sizes, device), covers(table, queries)
+    with lasting():
+        return module, module.prepare(table, *sizes, device), covers(table, queries)
 
 
 def _check(

@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from flexcp.executor.kernels import lasting
+
 if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
@@ -28,7 +30,9 @@ def new_handle(step: Step) -> Tensor:
     """Return a new tensor by which :func:`step_of` finds ``step``, as long as something else refers to the step."""
     number = next_number()
     _steps[number] = step
-    return torch.tensor(number)
+    # On the CPU whatever torch's default device is: reading the number must not wait for a device.
+    with lasting():
+        return torch.tensor(number, device="cpu")
 
 
 def next_number() -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Arena
-from flexcp.executor.kernels import uploaded
+from flexcp.executor.kernels import lasting, uploaded
 from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
@@ -22,6 +22,8 @@ from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.rank_recipe import RankRecipe
 from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row_positions
 from flexcp.plan.plan import Plan
+
+CPU = torch.device("cpu")
 
 
 class StepTables:
@@ -49,7 +51,7 @@ class StepTables:
     @cached_property
     def tokens(self) -> Tensor:
         """The stream token of each local row, int64 on the CPU; -1 for a pad."""
-        return torch.from_numpy(self._rows.tokens)
+        return uploaded(self._rows.tokens, CPU)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -60,7 +62,7 @@ class StepTables:
         known = self._rows.positions
         if known is None:  # this raises
             known = row_positions(self.plan, local_stream(self.plan.placement, self.rank))
-        return torch.from_numpy(known)
+        return uploaded(known, CPU)
 
     @property
     def has_positions(self) -> bool:
@@ -70,7 +72,7 @@ class StepTables:
     @cached_property
     def order(self) -> Tensor | None:
         """The row numbers of this rank sorted by stream token, or None if the rows are in that order already."""
-        return None if self._rows.order is None else torch.from_numpy(self._rows.order)
+        return None if self._rows.order is None else uploaded(self._rows.order, CPU)
 
     def order_on(self, device: torch.device) -> Tensor | None:
         """Return :attr:`order` on a device; it is copied there once."""
@@ -126,5 +128,6 @@ class StepTables:
                 recipe = self._recipe
                 arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
             made = self.pass_recipe(mask, backward)
-            self._prepared[key] = prepare(made, self.plan.shape, kernel, types, self._work_lists)
+            with lasting():
+                self._prepared[key] = prepare(made, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]

@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from flexcp.executor.kernels import lasting
 from flexcp.plan.memory import aligned_starts
 
 Made = TypeVar("Made")
@@ -135,7 +136,7 @@ class Buffers:
     @classmethod
     def holding(cls, messages: Mapping[int, Tensor]) -> Buffers:
         """Use existing contiguous tensors, given by peer, as the messages, without a copy."""
-        found = cls([], torch.empty(0, dtype=torch.uint8))
+        found = cls([], torch.empty(0, dtype=torch.uint8, device="cpu"))
         for peer, x in messages.items():
             memory = x.detach().view(-1).view(torch.uint8)
             found._places[peer] = (memory, 0, len(memory))
@@ -149,4 +150,5 @@ class Buffers:
 
 def _allocated(size: int, device: torch.device) -> Tensor:
     """Return ``size`` uninitialised bytes on a device."""
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    with lasting():
+        return torch.empty(size, dtype=torch.uint8, device=device)

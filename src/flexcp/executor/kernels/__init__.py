@@ -135,10 +135,19 @@ def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> 
 
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array as a tensor on the device; a GPU copies it from pinned memory, so the host does not wait."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    with lasting():
+        tensor = torch.from_numpy(array)
+        if device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """Return a context for making tensors that outlive a call, such as tables that are kept with a step.
+
+    Under ``torch.inference_mode`` a new tensor is one that no later backward may save and no later pass may write to.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -88,8 +88,8 @@ def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> t
 
 def dense_mask(slices: Ints, queries: int, keys: int) -> Tensor:
     """Return a boolean matrix ``[queries, keys]`` that is true for the (query, key) pairs of the slices."""
-    q, k = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
-    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    q, k = torch.arange(queries, device="cpu")[:, None], torch.arange(keys, device="cpu")[None, :]
+    seen = torch.zeros(queries, keys, dtype=torch.bool, device="cpu")
     for *corners, lo, hi in slices.tolist():
         q0, q1, k0, k1 = (max(0, corner) for corner in corners)
         distance = k[:, k0:k1] - q[q0:q1]
