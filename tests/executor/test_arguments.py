@@ -4,6 +4,8 @@ runs.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -171,9 +173,39 @@ def test_a_loss_says_which_shape_it_expects(step: flexcp.Step, given: Any, words
 def test_a_share_is_the_sum_over_what_all_count(step: flexcp.Step) -> None:
     assert step.share(torch.tensor(6.0), 4, without_attention=True).item() == 1.5
     assert step.share(torch.tensor(6.0), torch.tensor(0), without_attention=True).item() == 6.0
+    assert step.share(torch.tensor(0.2), 0.25, without_attention=True).item() == pytest.approx(0.8), "weights"
+    for count in (-1, float("nan"), float("inf"), torch.tensor(-0.5)):
+        with pytest.raises(ValueError, match=r"the count (-1|nan|inf|-0\.5).*labels != -100"):
+            step.share(torch.tensor(6.0), count, without_attention=True)  # type: ignore[arg-type]
     for wrong in ((6.0, 4), (torch.zeros(2), 4), (torch.tensor(6.0), None), (torch.tensor(6.0), torch.ones(2))):
         with pytest.raises(ValueError, match=r"is (a tensor of )?one number"):
             step.share(*wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "way"), [("scale", r"multiply q by it"), ("softcap", r"float\(softcap\)")])
+def test_a_number_that_is_to_be_trained_is_refused(step: flexcp.Step, name: str, way: str) -> None:
+    number: Any = {name: torch.tensor(0.3, requires_grad=True)}
+    words = rf"{name} is a tensor that requires a gradient.*{way}"
+    given = qkv()
+    planner = flexcp.Planner(
+        HEADS, 1, SIZE, latent=6, dtype="float32", cluster=flexcp.cluster("cpu", 1, 1), strategy="dp"
+    )
+    latents, up = flexcp.bind(planner([TOKENS])), torch.ones(6, HEADS, SIZE)
+
+    def expand(latent: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = torch.einsum("tl,lhw->thw", latent, up)
+        return k, k
+
+    calls: list[Callable[[], Any]] = [
+        lambda: flexcp.attention(**given, step=step, **number),
+        lambda: flexcp.slice_attention(**given, mask=flexcp.causal(), **number),
+        lambda: flexcp.latent_attention(given["q"], torch.ones(TOKENS, 6), expand, [up], latents, **number),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=words):
+            call()
+        with torch.no_grad():
+            call()
 
 
 def test_a_mean_is_no_sum_to_be_shared(step: flexcp.Step) -> None:
@@ -287,3 +319,50 @@ def test_a_planner_names_what_it_cannot_take(name: str, wrong: Any) -> None:
 def test_a_list_is_told_how_it_becomes_a_stream(step: flexcp.Step, documents: Any, way: str) -> None:
     with pytest.raises(ValueError, match=way):
         step.labels(documents)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool]
+)
+def test_rows_of_any_dtype_move(step: flexcp.Step, dtype: torch.dtype) -> None:
+    values = torch.arange(TOKENS * 2).view(TOKENS, 2) % 2
+    rolled = step.roll(values.to(dtype), 1)
+    assert rolled.dtype == dtype and torch.equal(rolled.long(), step.roll(values, 1))
+    back = step.restore(step.relayout(values.to(dtype), "zigzag"), "zigzag")
+    assert back.dtype == dtype and torch.equal(back.long(), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"),
+    [
+        (torch.int64, float("nan")),
+        (torch.int64, 0.5),
+        (torch.int64, 2**70),
+        (torch.uint8, -1),
+        (torch.bool, 2),
+        (torch.float16, 1e6),
+    ],
+)
+def test_a_number_that_rows_cannot_hold_is_named(step: flexcp.Step, dtype: torch.dtype, wrong: float) -> None:
+    rows = torch.zeros(TOKENS, dtype=dtype)
+    with pytest.raises(ValueError, match=r"step\.roll: fill=.* does not fit rows of torch.*another dtype"):
+        step.roll(rows, 1, wrong)
+    with pytest.raises(ValueError, match=r"step\.shard: pad=.* does not fit rows of torch.*another dtype"):
+        step.shard(rows, wrong)
+
+
+def test_numbers_that_rows_hold_are_taken(step: flexcp.Step) -> None:
+    for dtype, fill in ((torch.int64, 3.0), (torch.float16, float("nan")), (torch.float32, 1), (torch.complex64, 2)):
+        assert step.roll(torch.zeros(TOKENS, dtype=dtype), 1, fill)[0].isnan() == (fill != fill)
+
+
+@pytest.mark.parametrize("shift", [2**70, -(2**70)])
+def test_rows_from_far_away_are_outside_of_every_document(step: flexcp.Step, shift: int) -> None:
+    assert step.roll(torch.ones(TOKENS), shift, fill=7).tolist() == [7.0] * TOKENS
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_step_stays_in_its_process_and_its_plan_travels(step: flexcp.Step, way: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"a Step cannot be pickled or copied.*step\.plan.*bind it in each process"):
+        way(step)
+    way(step.plan)

@@ -123,6 +123,27 @@ def check_number(name: str, x: object) -> None:
         raise ValueError(f"{name}= is a number; got {named_kind(x)}")
 
 
+def check_held(name: str, x: float | int, dtype: torch.dtype, place: str) -> None:
+    """Raise ValueError for a number that tensors of ``dtype`` cannot hold: torch would change it, or fail in its words.
+
+    ``name`` is the keyword under which ``place`` takes it. Rounding to a floating-point dtype is allowed.
+    """
+    if dtype.is_complex:
+        return
+    if dtype.is_floating_point:
+        held, kind = x != x or abs(x) == float("inf") or abs(x) <= torch.finfo(dtype).max, "a number in its range"
+    elif dtype == torch.bool:
+        held, kind = x in (0, 1), "True or False"
+    else:
+        limits = torch.iinfo(dtype)
+        held, kind = limits.min <= x <= limits.max and x == x // 1, f"a whole number, {limits.min} to {limits.max}"
+    if not held:
+        raise ValueError(
+            f"{place}: {name}={x} does not fit rows of {dtype}, which hold {kind}; pass such a number, or rows of "
+            "another dtype"
+        )
+
+
 def check_tensors(given: Mapping[str, object], sinks: object = None) -> None:
     """Raise ValueError unless the tensors ``given``, by name, have two or more dimensions, and a last one above 0.
 
@@ -176,11 +197,18 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
         raise ValueError(f"sm_margin= is how many multiprocessors to leave free, 0 or more; got {sm_margin}")
 
 
+LEARNABLE = {
+    "softcap": "pass softcap=float(softcap), a number that is not trained",
+    "scale": "multiply q by it and pass scale=1.0, and its gradient is that of the product",
+}
+"""The way out for a number of attention that is to be trained."""
+
+
 def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
     """Raise ValueError for tensors that are not on q's device, sinks of a wrong shape, and a wrong scale or softcap.
 
     ``others`` are the other tensors of the call by name, ``"sinks"`` among them if the call has sinks. ``scale`` and
-    ``softcap`` must be None or a finite number above 0.
+    ``softcap`` must be None or a finite number above 0; one that is to be trained raises NotImplementedError.
     """
     for name, x in others.items():
         if x is not None and x.device != q.device:
@@ -190,12 +218,25 @@ def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None,
         raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
     for name, number in (("softcap", softcap), ("scale", scale)):
         several = isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex())
+        if isinstance(number, Tensor) and number.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name} is a tensor that requires a gradient, and attention has none for it; {LEARNABLE[name]}"
+            )
         if number is not None and (several or not isinstance(number, SupportsFloat)):
             raise ValueError(f"{name} is a number or None; got {named_kind(number)}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale must be above 0 and finite, or None for head_dim ** -0.5; got {scale}")
+
+
+def refuse_meta(device: torch.device) -> None:
+    """Raise NotImplementedError for the meta device."""
+    if device.type == "meta":
+        raise NotImplementedError(
+            "the tensors are on the meta device and have no values to attend to; move model and inputs to a CPU or a "
+            "GPU (shapes alone are traced by torch.compile, FakeTensorMode and FlopCounterMode)"
+        )
 
 
 def attention_scale(q: Tensor, scale: float | None) -> float:

@@ -28,11 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
+from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors, refuse_meta
+from flexcp.executor.autocast import Casts, without_autocast
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.exchange.transports import Exchange
-from flexcp.executor.kernels import Settings, find_kernel, on_device, uploaded
+from flexcp.executor.first_derivatives import only_first
+from flexcp.executor.kernels import Settings, find_kernel, lasting, on_device, uploaded
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
 from flexcp.executor.layer_masks import mask_number
@@ -72,26 +74,32 @@ def latent_attention(
     check_bound(step)
     check_tensors({"q": q, "latent": latent})
     check_running(kernel, False, 0)
+    refuse_meta(q.device)
     with step.collectives.checking("latent_attention"):
         _check(q, latent, step)
         check_call(q, {"latent": latent}, scale, softcap)
         number = mask_number(step.plan.batch, mask, None)
     settings = Settings(attention_scale(q, scale), softcap)
-    asked = _Asked(expand, step, number, settings, step.choose_kernel(q.device, kernel))
-    with on_device(q.device):
+    casts = Casts.around(q.device.type)
+    asked = _Asked(expand, step, number, settings, step.choose_kernel(q.device, kernel), casts)
+    with on_device(q.device), without_autocast(q.device.type):
         out: Tensor = _LatentAttention.apply(q, latent, asked, *weights)
     return out
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of one call that are not tensors; ``mask`` is the index of the mask in the plan's batch."""
+    """The arguments of one call that are not tensors; ``mask`` is the index of the mask in the plan's batch.
+
+    ``casts`` is the autocast around the call, under which ``expand`` runs in both directions.
+    """
 
     expand: Expand
     step: Step
     mask: int
     settings: Settings
     kernel: str
+    casts: Casts
 
 
 class _LatentAttention(torch.autograd.Function):
@@ -106,9 +114,10 @@ class _LatentAttention(torch.autograd.Function):
         with messages.exchange:
             arena = _fetched(latent, program.forward, program, step, messages)
             messages.exchange.finish()
-            k, v = _expanded(asked.expand, arena, weights, q)
+            k, v = _expanded(asked, arena, weights, q)
             module = find_kernel(asked.kernel)
-            work = module.prepare(program.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
+            with lasting():
+                work = module.prepare(program.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
             rows = step.tables.in_stream_order(q)
             whole = covers(program.slices, len(rows))
             out, lse = local_forward(module, work, whole, types, asked.settings, rows, k, v, rounded=True)
@@ -118,6 +127,7 @@ class _LatentAttention(torch.autograd.Function):
         return step.tables.in_local_order(out)
 
     @staticmethod
+    @only_first("latent_attention")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         asked, program, module, work = ctx.call
@@ -125,12 +135,12 @@ class _LatentAttention(torch.autograd.Function):
         step.losses.note_backward()
         do, types = step.tables.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         messages = _open_messages(program, step, latent, backward=True)
-        with messages.exchange:
+        with without_autocast(q.device.type), messages.exchange:
             if arena is None:
                 arena = _fetched(latent, program.backward, program, step, messages)
             leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
             with torch.enable_grad():
-                k, v = _expanded(asked.expand, leaves[0], leaves[1:], q)
+                k, v = _expanded(asked, leaves[0], leaves[1:], q)
             inputs = (q, k.detach(), v.detach(), lse, OutputGradient(do, out, None, lse.dtype))
             dq, dk, dv = local_backward(module, work, covers(program.slices, len(q)), types, asked.settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
@@ -239,9 +249,15 @@ def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the k and v that ``expand`` makes of the arena's latents; raise ValueError if their shapes are wrong."""
-    k, v = expand(arena, *weights)
+def _expanded(asked: _Asked, arena: Tensor, weights: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the k and v that ``expand`` makes of the arena's latents; raise ValueError if their shapes are wrong.
+
+    If the call was made under autocast, ``expand`` runs under it, and what it made becomes q's dtype.
+    """
+    with asked.casts.again():
+        k, v = asked.expand(arena, *weights)
+    if asked.casts.on:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     made = k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2]
     if not made or len(k) != len(arena) or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from flexcp.batch import Batch
 from flexcp.executor.arguments import named_kind, single
 from flexcp.executor.exchange.collectives import Collectives, row_form
+from flexcp.executor.first_derivatives import only_first
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.placement import Placement
@@ -27,6 +28,14 @@ DEFAULT_IGNORE = -100
 """The label of rows without a label: the default ``ignore_index`` of torch's cross entropy."""
 MARKS = (DEFAULT_IGNORE, -1)
 """Usual labels of rows without a label, the more usual one first."""
+FLOATS_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+COPIED_AS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    **dict.fromkeys(FLOATS_OF_8_BITS, torch.uint8),
+}
+"""Dtypes that torch cannot add, and dtypes of the same size in which their rows are moved."""
 
 
 def shard(full: Tensor, indices: Tensor, pad: float | int | None) -> Tensor:
@@ -80,6 +89,7 @@ def roll(local: Tensor, placement: Placement, collectives: Collectives, shift: i
     document. Pads get ``fill`` too.
     """
     batch = placement.batch
+    shift = max(-batch.tokens, min(batch.tokens, shift))  # further away nothing is inside a document, either
     wanted = []
     for r in range(placement.ranks):
         index = local_stream(placement, r)
@@ -225,11 +235,12 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
 def mean_over_ranks(total: Tensor, count: Tensor, collectives: Collectives, place: str) -> Tensor:
     """Return this rank's share of a mean over all ranks: ``total`` divided by the sum of all ranks' ``count``.
 
-    The divisor is at least 1. ``place`` names the call in errors. Ranks may pass counts of different dtypes: the
-    sum of no weights, for example, is an integer in Python.
+    The divisor is 1 if the counts add up to 0. ``place`` names the call in errors. Ranks may pass counts of different
+    dtypes: the sum of no weights, for example, is an integer in Python.
     """
-    everyone = collectives.summed(place, count.to(torch.float64)).clamp(min=1)
-    return total / everyone.to(total.dtype)
+    everyone = collectives.summed(place, count.to(torch.float64))
+    # Weights may add up to less than 1, and are then the divisor all the same.
+    return total / torch.where(everyone == 0, 1, everyone).to(total.dtype)
 
 
 SentAndReceived = list[tuple[Tensor, Tensor]]
@@ -267,6 +278,7 @@ class _Fetch(torch.autograd.Function):
         return _exchange_rows(local, rows_by_peer, rows, collectives, place)
 
     @staticmethod
+    @only_first("moving rows between ranks (step.roll, relayout, restore)")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         back = [(got, sent) for sent, got in ctx.rows_by_peer]
         place = f"the backward of {ctx.place}"
@@ -280,6 +292,9 @@ def _exchange_rows(
 
     Each row is the sum of what was received for it, zero if nothing was. ``place`` names the call in errors.
     """
+    if local.dtype in COPIED_AS:  # each row of a result comes from one rank, so bits need not be added
+        bits = local.view(COPIED_AS[local.dtype])
+        return _exchange_rows(bits, rows_by_peer, rows, collectives, place).view(local.dtype)
     out = local.new_zeros((rows, *local.shape[1:]))
     on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in rows_by_peer]
     sends = {peer: local[on_device[peer][0]].contiguous() for peer in collectives.others}
@@ -304,6 +319,7 @@ class _AllGather(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
+    @only_first("gathering rows (step.gather, gather_sequences)")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         grad = ctx.collectives.summed(f"the backward of {ctx.place}", grads[0].contiguous())
         before = sum(ctx.counts[: ctx.collectives.rank])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from flexcp.executor import local_rows, step_mistakes
 from flexcp.executor.arguments import (
+    check_held,
     check_int,
     check_number,
     check_rows,
@@ -148,6 +150,7 @@ class Step:
         check_stream(full, "full", "step.shard", self.plan.batch.tokens, self.local_tokens)
         if pad is not None:
             check_number("pad", pad)
+            check_held("pad", pad, full.dtype, "step.shard")
         self.asked_for_rows = True
         local = local_rows.shard(full, self.tables.tokens, pad)
         self.seen.sharded(full, local)
@@ -172,6 +175,8 @@ class Step:
         check_int("shift", shift)
         check_number("fill", fill)
         self._check_rows(local, "step.roll")
+        with self.collectives.checking("step.roll"):
+            check_held("fill", fill, local.dtype, "step.roll")
         return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
@@ -356,9 +361,10 @@ class Step:
         """Return this rank's share of a mean that you compute yourself: ``total`` / the sum of all ranks' ``count``.
 
         ``total`` is a tensor of one number, the sum over this rank's rows. ``count`` is the number of this rank's own
-        valid labels, ``(labels != -100).sum()``. Do not pass the batch's count, such as the loader's ``batch.valid``,
-        because counts are summed over ranks here. Leave pads (``step.indices < 0``) out of sum and count. ``gradients``
-        and ``without_attention`` are those of :meth:`loss`.
+        valid labels, ``(labels != -100).sum()``, or the sum of their weights; if counts add up to 0, the share is
+        ``total``. Do not pass the batch's count, such as the loader's ``batch.valid``, because counts are summed over
+        ranks here. Leave pads (``step.indices < 0``) out of sum and count. ``gradients`` and ``without_attention`` are
+        those of :meth:`loss`.
 
         On several ranks a count above this rank's rows raises ValueError; a tensor on a GPU is checked only in the
         first step of a group. A ``total`` that was made by a mean raises ValueError if ``count`` is above 1. If
@@ -476,6 +482,12 @@ class Step:
                     f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of "
                     f"{len(local)} rows; " + (f"pass {instead}" if instead else "shard the stream with step.shard(...)")
                 )
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "a Step cannot be pickled or copied: it belongs to its process, with a process group and buffers; send its "
+            "plan, step.plan, which can be pickled, and bind it in each process"
+        )
 
     def __repr__(self) -> str:
         return f"<Step rank {self.rank} of {self.cp_size}, {self.local_tokens} tokens, {self.plan!r}>"

@@ -36,9 +36,16 @@ def may_look_at(step: Step, x: Tensor) -> bool:
 def check_count(step: Step, count: Tensor | float) -> None:
     """Raise ValueError for a count that cannot be this rank's own.
 
-    That is a :class:`CountOfAllRanks`, or one above this rank's rows (in trees, above the positions predicted from
-    them). With one rank, and for tensors that the host may not read, nothing is checked.
+    That is a negative or infinite one, a :class:`CountOfAllRanks`, or one above this rank's rows (in trees, above the
+    positions predicted from them). With one rank only the first is looked for, and tensors that the host may not read
+    are not checked.
     """
+    is_at_hand = not isinstance(count, Tensor) or count.device.type == "cpu"
+    if is_at_hand and not 0 <= float(count) < float("inf"):
+        raise ValueError(
+            f"step.share got the count {float(count):g}, and divides by the sum of all ranks' counts, 0 or more each: "
+            "pass (labels != -100).sum(), or the sum of weights that are not negative"
+        )
     if step.plan.ranks == 1 or (isinstance(count, Tensor) and not may_look_at(step, count)):
         return
     rows = int((step.tables.tokens >= 0).sum())

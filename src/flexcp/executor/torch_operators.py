@@ -27,7 +27,6 @@ than the forward's would not match the forward's LSE.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, get_type_hints
 
@@ -36,6 +35,8 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.library import CustomOpDef  # type: ignore[attr-defined]  # documented, but not in its __all__
 
+from flexcp.executor.arguments import refuse_meta
+from flexcp.executor.autocast import without_autocast
 from flexcp.executor.kernels import Settings, on_device
 from flexcp.executor.run.message_layout import types_of
 
@@ -169,20 +170,6 @@ def on_their_device(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(first, *others)
 
     return call
-
-
-def refuse_meta(device: torch.device) -> None:
-    """Raise NotImplementedError for the meta device."""
-    if device.type == "meta":
-        raise NotImplementedError(
-            "the tensors are on the meta device and have no values to attend to; move model and inputs to a CPU or a "
-            "GPU (shapes alone are traced by torch.compile, FakeTensorMode and FlopCounterMode)"
-        )
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast on this type of device; it does nothing where autocast is off, to save time."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _are_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:

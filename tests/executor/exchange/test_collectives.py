@@ -199,6 +199,15 @@ def test_counts_may_have_any_dtype(pool: RankPool) -> None:
     assert pool.run(on_different_counts, ranks=RANKS) == [0.25] * RANKS
 
 
+def on_weights(group: dist.ProcessGroup) -> float:
+    collectives = Collectives(group, timedelta(seconds=30))
+    return float(mean_over_ranks(torch.tensor(0.2), torch.tensor(0.125), collectives, "share"))
+
+
+def test_weights_may_add_up_to_less_than_one(pool: RankPool) -> None:
+    assert sum(pool.run(on_weights, ranks=2)) == pytest.approx(0.4 / 0.25)
+
+
 def test_stamps_of_other_forms_differ() -> None:
     forms = ("", row_form(torch.ones(3, 2)), row_form(torch.ones(3, 2).double()), row_form(torch.ones(3, 4)))
     assert row_form(torch.ones(3, 2)) == row_form(torch.ones(9, 2)) == "rows of float32 of shape [2]"

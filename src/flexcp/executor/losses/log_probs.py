@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from flexcp.executor.first_derivatives import only_first
 
 CHUNK = 1 << 24
 """The most logits that are widened at a time; at least one row is."""
@@ -45,7 +46,7 @@ class _LogProbs(torch.autograd.Function):
         return logits[rows, labels].to(wide) - totals[rows]
 
     @staticmethod
-    @once_differentiable
+    @only_first("step.log_probs")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, rows, labels, totals = ctx.saved_tensors
         grad = grads[0].contiguous()
