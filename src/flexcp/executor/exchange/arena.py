@@ -85,7 +85,8 @@ class Arena:
         ``memory`` is what a lease yields; an owner always leases the same size. What is made must not refer to its
         owner, with which it is forgotten. Of memory that a second lease got for itself, nothing is kept.
         """
-        if self._memory is None or memory.data_ptr() != self._memory.data_ptr():
+        own = self._memory
+        if own is None or memory.data_ptr() != own.data_ptr():
             return make(memory)
         found: Made | None = self._kept.get(owner)
         if found is None:

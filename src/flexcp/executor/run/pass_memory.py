@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.kernels import lasting
 from flexcp.executor.run.message_layout import Types, cleared_parts, laid_out
 from flexcp.executor.run.rank_program import RankProgram
 from flexcp.shape import Shape
@@ -54,7 +54,7 @@ class PassMemory:
         """Return the messages of a stage that leave (``side`` is "sends") or arrive ("receives")."""
         found = self._buffers.get((side, stage))
         if found is None:
-            with torch.inference_mode(False):
+            with lasting():
                 found = Buffers(self._sizes[side][stage], self._at(side, stage))
             self._buffers[side, stage] = found
         return found
@@ -63,7 +63,7 @@ class PassMemory:
         """Return the tensors of a shelf of what arrives, uninitialised."""
         found = self._shelves.get(number)
         if found is None:
-            with torch.inference_mode(False):
+            with lasting():
                 found = self._shelf(number)
             self._shelves[number] = found
         return found
