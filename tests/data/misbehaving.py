@@ -18,9 +18,9 @@ import flexcp
 from flexcp.plan.plan import Plan
 
 
-def planner(ranks: int, strategy: str = "zigzag") -> flexcp.Planner:
+def planner(ranks: int, strategy: str = "zigzag", **limits: int) -> flexcp.Planner:
     where = flexcp.cluster("cpu", 1, ranks)
-    return flexcp.Planner(4, 2, 32, dtype="float32", cluster=where, strategy=strategy)
+    return flexcp.Planner(4, 2, 32, dtype="float32", cluster=where, strategy=strategy, **limits)
 
 
 class Misbehaving:

@@ -840,13 +840,16 @@ def said_of_group(group: Any, given: str) -> list[str]:
     if given == "sampler":
         share = DistributedSampler([0] * 9, num_replicas=8, rank=0)
         samples = DataLoader([torch.arange(9)] * 9, batch_size=None, sampler=share)  # type: ignore[arg-type]
-    options = {"group": {"alone": "alone", "one rank": group}[given]} if given in ("alone", "one rank") else {}
+    groups: dict[str, Any] = {"alone": "alone", "one rank": group, "replicas": "alone"}
+    options: dict[str, Any] = {"group": groups[given]} if given in groups else {}
+    if given == "replicas":
+        options["micro_batches"] = True
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            made = Loader(
-                samples, planner(2 if given == "for two" else 1), budget=BUDGET, **arguments(workers=0, **options)
-            )
+            limits = {"max_tokens_per_rank": BUDGET} if given == "replicas" else {}
+            plans = planner(2 if given == "for two" else 1, **limits)
+            made = Loader(samples, plans, budget=BUDGET, **arguments(workers=0, **options))
         except ValueError as error:
             return [str(error)]
         with made as loader:
@@ -868,6 +871,7 @@ def said_of_group(group: Any, given: str) -> list[str]:
         ("alone", None),
         ("one rank", None),
         ("sampler", None),
+        ("replicas", r"number of micro-batches for a group of 1, and the run has 8 ranks.*replicas.*hangs or adds"),
     ],
 )
 def test_a_forgotten_group_is_named_and_data_parallelism_may_be_said(

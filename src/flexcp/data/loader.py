@@ -131,7 +131,7 @@ class Loader:
         check_planner(planner)
         check_telemetry(telemetry)
         check_dataset(dataset)
-        check_group(group, self.peers.size, planner, dataset)
+        check_group(group, self.peers.size, planner, dataset, batches.micro_batches)
         self.stats = Stats()
         self.drop_last, self.lookahead = batches.drop_last, planning.lookahead
         self.device = None if device is None else device_of(device)

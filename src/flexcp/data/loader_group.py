@@ -5,6 +5,8 @@ ranks, ``group=`` was almost always forgotten: every rank then trains on all sam
 show it. With data parallelism, a loader without a group is right, because every rank has its own samples, but the
 loader cannot see the difference. So the user must say it, with ``group="alone"``, a group of one rank, or a torch
 ``DistributedSampler``; otherwise there is a warning.
+
+Loaders of other groups choose their numbers of micro-batches by themselves, so there is a warning for these, too.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | Literal["alone"] | None) ->
     return None if group is None or isinstance(group, str) else process_group(group, "the Loader")
 
 
-def check_group(given: Any, size: int, planner: Any, dataset: Any) -> None:
-    """Raise ValueError if the planner is not for ``size`` ranks; warn if no group was given in a run of several ranks.
+def check_group(given: Any, size: int, planner: Any, dataset: Any, micro_batches: bool) -> None:
+    """Raise ValueError if the planner is not for ``size`` ranks; warn of what only other ranks of the run could tell.
 
-    ``given`` is the argument ``group=`` and ``size`` the number of ranks of that group (1 without a group). There is no
-    warning if ``dataset`` has a ``DistributedSampler``.
+    ``given`` is the argument ``group=`` and ``size`` the number of ranks of that group (1 without a group). There is a
+    warning if no group was given in a run of several ranks, unless ``dataset`` has a ``DistributedSampler``, and one if
+    a group smaller than the run has ``micro_batches``.
     """
     cluster = getattr(planner, "cluster", None)
     ranks = size if cluster is None else cluster.ranks
@@ -59,5 +62,13 @@ def check_group(given: Any, size: int, planner: Any, dataset: Any) -> None:
             f"this Loader has no group in a run of {run} ranks, so each of them trains on all samples by itself. Where "
             f"ranks share batches, pass group=, {HOW}, and a planner for as many ranks; where every rank has samples "
             f"of its own (data parallelism), say so by group={ALONE!r}",
+            stacklevel=3,
+        )
+    elif micro_batches and run > size:
+        warnings.warn(
+            f"this Loader chooses the number of micro-batches for a group of {size}, and the run has {run} ranks. "
+            "Ranks with documents of their own (replicas) then make other numbers of them, and DDP or FSDP2 hangs or "
+            "adds up gradients of different steps: pass the group of all ranks that reduce gradients together, and a "
+            "planner for it. Ranks with the same documents (tensor or pipeline parallelism) make the same number",
             stacklevel=3,
         )
