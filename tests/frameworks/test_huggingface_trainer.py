@@ -18,7 +18,7 @@ from trainer_runs import Case, evaluated, evaluated_shares, one_process, trained
 
 import flexcp
 from flexcp.frameworks import huggingface
-from flexcp.frameworks.collated import read_batch
+from flexcp.frameworks.collated import read_batch, with_trained_labels
 from flexcp.frameworks.huggingface_trainer import FlexcpTrainer, prepared
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
 from flexcp.frameworks.shared_forward import share_forward
@@ -55,6 +55,17 @@ def test_the_trainer_trains_as_without_flexcp(
     assert theirs["losses"][0] != theirs["losses"][1]
 
 
+@pytest.mark.parametrize("collator", ["left", "labelled pads", "packed"])
+def test_labels_that_no_token_predicts_are_in_no_divisor(
+    two: RankPool, theirs: dict[str, Any], tmp_path: Path, collator: str
+) -> None:
+    """These collators label first tokens of documents or padding, which no loss has in its sum."""
+    for ours in two.run(trained, str(tmp_path), Case(collator)):
+        assert_same(ours, theirs)
+        for mine, right in zip(ours["logs"], theirs["logs"], strict=True):
+            assert mine["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "more"), [("own loss", {}), ("plain", {"label_smoothing_factor": 0.1})], ids=["own loss", "smoothing"]
 )
@@ -63,8 +74,9 @@ def test_a_loss_that_is_no_mean_over_tokens_is_the_same(
 ) -> None:
     right = two.run(trained, str(tmp_path), Case(ours=False, kind=kind, more=more))[0]
     assert right["losses"] != pytest.approx(theirs["losses"], rel=1e-4), "another loss than the Trainer's"
-    for ours in two.run(trained, str(tmp_path), Case(kind=kind, more=more)):
-        assert_same(ours, right)
+    for collator in ["padded"] if kind == "own loss" else ["padded", "packed", "left"]:
+        for ours in two.run(trained, str(tmp_path), Case(collator, kind=kind, more=more)):
+            assert_same(ours, right)
 
 
 def test_under_fsdp2_the_trainer_trains_as_under_ddp(two: RankPool, theirs: dict[str, Any], tmp_path: Path) -> None:
@@ -113,6 +125,11 @@ def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
         ("sft", "padded", 11),
         ("sft", "padded", 8),
         ("sft", "flat", 11),
+        ("plain", "packed", 11),
+        ("metrics", "left", 11),
+        ("metrics", "packed", 8),
+        ("smoothing", "left", 11),
+        ("sft", "labelled pads", 11),
     ],
 )
 def test_an_evaluation_that_ranks_do_not_divide_is_that_of_one_process(
@@ -251,6 +268,25 @@ def test_labels_of_padding_are_warned_of() -> None:
         warnings.simplefilter("error")
         read_batch(padded | {"labels": torch.tensor([[1, 2, 3, -100]])})
         read_batch(padded)
+
+
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({"attention_mask": [[0, 0, 1, 1], [1, 1, 1, 0]]}, [[-100, -100, -100, 4], [-100, 6, 7, -100]]),
+        ({"position_ids": [[0, 1, 2, 0, 0, 1]]}, [[-100, 2, 3, -100, -100, 6]]),
+        ({"position_ids": [[0, 1, 0, 1]], "attention_mask": [[1, 1, 1, 0]]}, [[-100, 2, -100, -100]]),
+    ],
+)
+def test_trained_labels_are_those_of_documents_without_their_first_tokens(
+    fields: dict[str, list[list[int]]], right: list[list[int]]
+) -> None:
+    given = batch(**fields)
+    with warnings.catch_warnings(action="ignore"):
+        found = with_trained_labels(given | {"labels": given["input_ids"].clone()})
+    assert found["labels"].tolist() == right
+    assert torch.equal(found["input_ids"], given["input_ids"])
+    assert with_trained_labels(given) == given
 
 
 def test_a_mask_of_another_kind_is_refused() -> None:

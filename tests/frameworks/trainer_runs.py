@@ -47,7 +47,7 @@ class Case:
 
 def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]:
     """Train two optimizer steps (by default) of two micro-batches of three documents a rank, and evaluate."""
-    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from flexcp.frameworks import huggingface
 
@@ -84,10 +84,7 @@ def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]
     arguments = TrainingArguments(folder, **(settings | more))
     if arguments.fsdp:
         take_ranks_for_devices()
-    collate = {"flat": DataCollatorWithFlattening(), "padded": Padding(), "unlabelled": Padding(labels=False)}[
-        case.collator
-    ]
-    given = {"train_dataset": data, "eval_dataset": data[:12], "data_collator": collate}
+    given = {"train_dataset": data, "eval_dataset": data[:12], "data_collator": collators()[case.collator]}
     if case.ours:
         planner = huggingface.planner(model, flexcp.cluster("cpu", 1, ranks), strategy="blocks")
         trainer = trainer_class(case.kind)(model, arguments, **given, planner=planner)
@@ -113,7 +110,7 @@ def evaluated(group: dist.ProcessGroup | None, folder: str, kind: str, collator:
     With ``group`` None it is the loss of the stock trainer on one process. ``kind`` is "plain", "smoothing", "metrics"
     (the logits are returned too) or "sft" (TRL's SFTTrainer).
     """
-    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
     from trl import SFTConfig, SFTTrainer
 
     from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
@@ -136,7 +133,7 @@ def evaluated(group: dist.ProcessGroup | None, folder: str, kind: str, collator:
         "prediction_loss_only": kind != "metrics",
         "label_smoothing_factor": 0.1 if kind == "smoothing" else 0.0,
     }
-    given: dict[str, Any] = {"data_collator": DataCollatorWithFlattening() if collator == "flat" else Padding()}
+    given: dict[str, Any] = {"data_collator": collators()[collator]}
     base: Any = Trainer
     if kind == "sft":
         from datasets import Dataset
@@ -199,17 +196,38 @@ def own_loss(base: Any) -> Any:
 class Padding:
     """The usual collator: rows padded to the longest one, with an attention mask, and with or without labels."""
 
-    def __init__(self, labels: bool = True) -> None:
-        self.labels = labels
+    def __init__(self, labels: bool = True, side: str = "right", of_pads: int = -100) -> None:
+        self.labels, self.side, self.of_pads = labels, side, of_pads
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         from torch.nn.utils.rnn import pad_sequence
 
         each = [torch.as_tensor(row["input_ids"]) for row in rows]
-        ids = pad_sequence(each, batch_first=True)
-        keep = pad_sequence([torch.ones_like(row) for row in each], batch_first=True)
+        ids = pad_sequence(each, batch_first=True, padding_side=self.side)
+        keep = pad_sequence([torch.ones_like(row) for row in each], batch_first=True, padding_side=self.side)
         found = {"input_ids": ids, "attention_mask": keep}
-        return found | {"labels": torch.where(keep == 1, ids, -100)} if self.labels else found
+        return found | {"labels": torch.where(keep == 1, ids, self.of_pads)} if self.labels else found
+
+
+def packed(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return one row of documents that only positions keep apart: their first tokens have labels."""
+    each = [torch.as_tensor(row["input_ids"]) for row in rows]
+    ids = torch.cat(each)[None]
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(len(row)) for row in each])[None]}
+
+
+def collators() -> dict[str, Any]:
+    """Return the collators of runs by their names."""
+    from transformers import DataCollatorWithFlattening
+
+    return {
+        "flat": DataCollatorWithFlattening(),
+        "padded": Padding(),
+        "unlabelled": Padding(labels=False),
+        "left": Padding(side="left"),
+        "labelled pads": Padding(of_pads=0),
+        "packed": packed,
+    }
 
 
 def reset_accelerate() -> None:

@@ -116,6 +116,21 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
     return Collated(tokens, next_in_document(kept, lengths), lengths, keep, batch.get("labels") is not None)
 
 
+def with_trained_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch with labels of -100 where :func:`read_batch` drops a label.
+
+    These are the first token of each document, which nothing in its document predicts, and padding. A batch without
+    labels or ``input_ids`` is returned as it is. Errors are those of :func:`read_batch`.
+    """
+    if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("input_ids") is None:
+        return batch
+    found = read_batch({name: value for name, value in batch.items() if name in KNOWN})
+    labels = torch.full_like(batch["labels"], IGNORE)
+    # Shifted labels go back to their own tokens; the first token gets that of the last document's end, -100.
+    labels[found.keep] = found.labels.roll(1, 0)
+    return {**batch, "labels": labels}
+
+
 def _check_parts(batch: Mapping[str, Any]) -> None:
     """Raise ValueError unless all parts are tensors of whole numbers, of the shape of ``input_ids`` or its rows.
 

@@ -36,7 +36,7 @@ from flexcp.clusters import Cluster
 from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step
 from flexcp.frameworks import huggingface, not_used
-from flexcp.frameworks.collated import BORDERS, read_batch, refuse_unknown
+from flexcp.frameworks.collated import BORDERS, read_batch, refuse_unknown, with_trained_labels
 from flexcp.frameworks.huggingface import keywords_of, masks
 from flexcp.frameworks.repeated_samples import without_repeats
 from flexcp.frameworks.shared_batch import IGNORE, share
@@ -172,6 +172,23 @@ class FlexcpTrainer(Trainer):
             and not self._rows_wanted
         )
 
+    def _loss_is_a_mean_over_labels(self) -> bool:
+        """Return whether the loss is a sum over labels / their number, made by Transformers or by TRL's SFTTrainer.
+
+        Losses of the user and of other trainers may be anything, and see the labels as the collator made them.
+        """
+        return self._owner_of_the_loss().__name__ in ("Trainer", "SFTTrainer") and self.compute_loss_func is None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
+        """Return the number of labels of all ranks by which the Trainer divides the losses of ``batch_samples``.
+
+        Documents are trained on apart and without padding, so labels of their first tokens and of padding are in no
+        sum, and must not be counted. The Trainer knows only the first column of a batch as such.
+        """
+        if self._loss_is_a_mean_over_labels():
+            batch_samples = [with_trained_labels(batch) for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found = prepared(self._prepare_inputs(inputs), self._planner, **self._options)
         self._note(found["step"])
@@ -203,6 +220,8 @@ class FlexcpTrainer(Trainer):
         """
         if not self._model_takes_the_loss():
             self._refuse_lost_borders(inputs)
+            if self._loss_is_a_mean_over_labels():
+                inputs = with_trained_labels(inputs)
             if num_items_in_batch is None and not torch.is_grad_enabled():
                 # An evaluated loss is that of the whole batch; otherwise ranks would average means over different
                 # numbers of labels.
