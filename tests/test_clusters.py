@@ -49,6 +49,8 @@ def test_text_forms() -> None:
     for name in (None, 5, ["h100"]):
         with pytest.raises(ValueError, match="preset's name, one of a100, h100"):
             cluster(name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown cluster 'h100-2x8': did you mean 'h100:2x8'"):
+        cluster("H100-2x8")
     with pytest.raises(ValueError, match="did you mean 'h100'"):
         cluster("h10O")
 

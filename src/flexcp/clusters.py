@@ -178,7 +178,9 @@ def cluster(
             raise ValueError(f"cluster {name + colon + shape!r}: after the colon comes NODESxRANKS, as in h100:4x8")
         nodes, ranks_per_node = int(match[1]), int(match[2])
     if name not in _PRESETS:
-        close = difflib.get_close_matches(name, _PRESETS, n=1)
+        parts = re.fullmatch(r"(\w+)\W+(\d+x\d+)", name)  # a shape after anything but a colon
+        shaped = [f"{parts[1]}:{parts[2]}"] if parts and parts[1] in _PRESETS else []
+        close = shaped or difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown cluster {name!r}: {hint}known presets are {', '.join(_PRESETS)}")
     preset = _PRESETS[name]
