@@ -25,7 +25,7 @@ from flexcp.compare.compare import planned
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
-from flexcp.planners.token_runs import user_layout
+from flexcp.plan.user_layouts import user_layout
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, simulate
 from papers_reshuffle import HIDDEN, measured_in_the_box

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ TOKENS = sum(LENGTHS)
 
 
 def bound(**options: object) -> flexcp.Step:
-    given = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float64", "strategy": "dp"} | options
-    step = flexcp.bind(flexcp.Planner(cluster=flexcp.cluster("cpu", ranks_per_node=1), **given)(LENGTHS))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float64", "strategy": "dp"}
+    planner = flexcp.Planner(cluster=flexcp.cluster("cpu", ranks_per_node=1), **given | options)
+    step = flexcp.bind(planner(LENGTHS))
     assert len(step.indices) == TOKENS
     return step
 

@@ -21,7 +21,6 @@ from flexcp.plan.program import Program, Transfers
 from flexcp.simulator.copies import Copies
 from flexcp.simulator.messages import TimedChunks
 from flexcp.simulator.passes import TRACKS, Pass, PassModel, Rules, pass_model, run_pass
-from flexcp.simulator.slot_work import SlotWork
 from flexcp.simulator.training import simulate
 
 LATENCY = 5
@@ -47,13 +46,12 @@ def hand_made(
     stage, source, target, time = np.array(chunks, np.int64).reshape(-1, 4).T
     zero = np.zeros_like(stage)
     work = np.array(ns, np.int64)
-    found = SlotWork(work, work, (work > 0).astype(np.int64))
     messages = TimedChunks(stage, zero, source, target, time * 7, time, zero)
     program = rules.applied(Program(Transfers.join([]), 0, work.shape[1], execution=one_call_ahead(work.shape[1])))
     paces = (np.full_like(work, slow), np.full_like(work, link))
     moved = Copies(*np.broadcast_to(np.array(copies, np.int64), (2, *work.shape)))
     how = program.execution
-    return PassModel("all forward", len(ns), False, found, work, messages, rules, LATENCY, how, *paces, moved)
+    return PassModel("all forward", len(ns), False, work, messages, rules, LATENCY, how, *paces, moved)
 
 
 def test_a_message_hides_behind_compute_or_is_waited_for() -> None:
