@@ -10,10 +10,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 import flexcp
 from flexcp.executor.kernels import Settings, cpu
 from flexcp.masks import area
+from flexcp.measure.calibrate import replay as replay_module
 from flexcp.measure.calibrate.replay import replay, slot_times
 from flexcp.plan.plan import Plan
 from flexcp.simulator.passes import Rules
@@ -45,6 +47,27 @@ def test_times_are_where_work_is(strategy: str) -> None:
             assert ((found > 0) == (pairs > 0)).all()
         assert ((found > 0).any(axis=1) == (pairs > 0).any(axis=1)).all()
         assert sum(launched) == 2 * pairs.sum()  # once to warm up, once timed
+
+
+def test_ranks_take_turns_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed late in a round finds a hotter GPU, so no rank is always the last; times are medians of rounds."""
+    plan, seen = plan_of("zigzag"), list[int]()
+    tokens = plan.placement.tokens.tolist()
+    times = {1: [9e9, 5.0, 1.0, 2.0]}
+
+    def timed(rank: int, own: dict[int, dict[str, Tensor]], *_: Any) -> list[float]:
+        seen.append(rank)
+        assert {len(x) for fields in own.values() for x in fields.values()} == {tokens[rank]}
+        return [times[rank].pop(0) if rank in times else 7.0]
+
+    # A rank's program, its recipe and what is prepared of it are the rank's number here.
+    monkeypatch.setattr(replay_module, "rank_program", lambda plan, rank, *_: rank)
+    for name in ("pass_recipe", "prepare"):
+        monkeypatch.setattr(replay_module, name, lambda rank, *_: rank)
+    monkeypatch.setattr(replay_module, "_timed_pass", timed)
+    found = slot_times(plan, 0, False, repeats=3)
+    assert seen == [0, 1, 2, 2, 1, 0] * 2
+    assert found[:, 0].tolist() == [7, 2, 7] and not found[:, 1:].any()  # the first round warms up
 
 
 def test_lists_share_a_dq_as_the_executor_lets_them() -> None:

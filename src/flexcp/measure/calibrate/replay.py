@@ -2,10 +2,14 @@
 
 The executor runs every rank's passes here, one after the other, with random numbers instead of the messages of other
 ranks, and the work of each slot is timed: its kernel launches, with what the kernel does before the first of them and
-after the last (clearing and finishing a dq that they share). :func:`flexcp.simulator.training.simulate` then runs the
-plan with these times instead of the cost model's. A plan for 64 ranks can so be judged on one GPU by kernels that
-really ran and that did not influence the planner's choice. Packing, reductions and the slowdown of compute by transfers
-are still those of the cost model. Replay also runs on a CPU.
+after the last (clearing and finishing a dq that they share). A GPU lowers its clock under load, so ranks take turns,
+every second round in the opposite order: what the load of one rank does to the clock does not always meet the same
+other rank.
+
+:func:`flexcp.simulator.training.simulate` then runs the plan with these times instead of the cost model's. A plan for
+64 ranks can so be judged on one GPU by kernels that really ran and that did not influence the planner's choice.
+Packing, reductions and the slowdown of compute by transfers are still those of the cost model. Replay also runs on a
+CPU.
 """
 
 from __future__ import annotations
@@ -71,18 +75,25 @@ def slot_times(
     shape, dtype = plan.shape, getattr(torch, plan.shape.dtype)
     types = types_of(torch.empty(0, dtype=dtype, device=device))
     name = choose_kernel(types.device, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel
-    times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
-    for rank in range(plan.ranks):
-        recipe = pass_recipe(rank_program(plan, rank, mask, backward), backward, shape)
-        ready = prepare(recipe, shape, name, types, {})
-        own = _own_tensors(int(plan.placement.tokens[rank]), backward, shape, types)
-        samples = [_timed_pass(ready, own, backward, shape, types) for _ in range(repeats + 1)]
-        times[rank, : len(samples[0])] = np.round(np.median(samples[1:], axis=0))  # the first pass is to warm up
-    return times
+    ready = [
+        prepare(pass_recipe(rank_program(plan, rank, mask, backward), backward, shape), shape, name, types, {})
+        for rank in range(plan.ranks)
+    ]
+    tensors = _random_tensors(int(plan.placement.tokens.max()), backward, shape, types)
+    own = [_first_rows(tensors, int(tokens)) for tokens in plan.placement.tokens]
+    order, rounds = list(range(plan.ranks)), []
+    for _ in range(repeats + 1):  # the first round is to warm up
+        times = np.zeros((plan.ranks, plan.programs[mask][backward].stages))
+        for rank in order:
+            found = _timed_pass(ready[rank], own[rank], backward, shape, types)
+            times[rank, : len(found)] = found
+        rounds.append(times)
+        order.reverse()
+    return np.round(np.median(rounds[1:], axis=0)).astype(np.int64)
 
 
-def _own_tensors(tokens: int, backward: bool, shape: Shape, types: Types) -> dict[int, dict[str, Tensor]]:
-    """Return random tensors for a rank's own tokens, by shelf and field."""
+def _random_tensors(tokens: int, backward: bool, shape: Shape, types: Types) -> dict[int, dict[str, Tensor]]:
+    """Return random tensors of so many tokens, by shelf and field."""
 
     def random(heads: int, width: int) -> Tensor:
         return torch.randn(tokens, heads, width, device=types.device).to(types.model)
@@ -94,6 +105,11 @@ def _own_tensors(tokens: int, backward: bool, shape: Shape, types: Types) -> dic
         queries |= {"do": random(shape.heads, shape.v_head_dim)}
     keys = {"k": random(shape.kv_heads, shape.head_dim), "v": random(shape.kv_heads, shape.v_head_dim)}
     return {QUERIES: queries, KEYS: keys}
+
+
+def _first_rows(tensors: dict[int, dict[str, Tensor]], tokens: int) -> dict[int, dict[str, Tensor]]:
+    """Return the rows of the first ``tokens`` tokens, which a rank takes for its own."""
+    return {shelf: {field: x[:tokens] for field, x in fields.items()} for shelf, fields in tensors.items()}
 
 
 def _timed_pass(
