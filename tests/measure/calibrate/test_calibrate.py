@@ -4,11 +4,15 @@ measured times themselves are not judged.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flexcp.cost import Model
+from flexcp.measure.calibrate import layers
 from flexcp.measure.calibrate.calibrate import calibrated, measure
 from flexcp.measure.calibrate.kernels import KernelTask
 from flexcp.measure.calibrate.layers import layer_times
@@ -51,3 +55,21 @@ def test_kept_bytes_are_counted_once() -> None:
     kept = 32 + 32 + (64 + 64) + 128 + 64 + 64 + 64 + 4
     assert found.token_bytes == pytest.approx(4 * kept, rel=0.01)
     assert torch.is_grad_enabled()
+
+
+def test_layers_are_measured_on_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU multiplies equal numbers with less power, and so at a higher clock than in training."""
+    spread: list[float] = []
+
+    def recorded(x: Tensor, weights: list[Tensor], out_size: int, real: Any = layers._layer) -> Tensor:
+        spread.extend(float(each.detach().std()) for each in (x, *weights))
+        out: Tensor = real(x, weights, out_size)
+        spread.append(float(out.detach().std()))
+        if out.requires_grad:
+            out.register_hook(lambda gradient: spread.append(float(gradient.std())))
+        return out
+
+    monkeypatch.setattr(layers, "_layer", recorded)
+    monkeypatch.setattr(layers, "_kept_bytes", lambda *_: 0)
+    layer_times(None, SHAPE, MODEL, "cpu", (64,), repeats=1)
+    assert len(spread) == 2 * (1 + 4 + 1 + 1) and min(spread) > 0.05 and max(spread) < 4

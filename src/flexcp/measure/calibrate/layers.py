@@ -1,4 +1,8 @@
-"""The layer around attention, for calibration: the time of its matrix products, and the bytes that autograd saves."""
+"""The layer around attention, for calibration: the time of its matrix products, and the bytes that autograd saves.
+
+Weights, inputs and gradients are random, because products of equal numbers draw less power, and a GPU that draws less
+power runs at a higher clock than in training.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +44,26 @@ def layer_times(
     used = model.feed_forward * model.experts_active
     sizes = [(shape.heads * shape.head_dim + kv_size, model.hidden), (model.hidden, out_size)]
     sizes += [(2 * used, model.hidden), (model.hidden, used)]
-    weights = [torch.full(size, 0.01, dtype=dtype, device=device, requires_grad=True) for size in sizes]
+    weights = [_random(*size, dtype=dtype, device=device).div_(size[1] ** 0.5).requires_grad_() for size in sizes]
     times = []
     for count in tokens:
-        x = torch.ones(count, model.hidden, dtype=dtype, device=device, requires_grad=True)
+        x, gradient = (_random(count, model.hidden, dtype=dtype, device=device) for _ in range(2))
+        x.requires_grad_()
         samples = []
         for _ in range(repeats + 1):
             if group is not None:
                 dist.barrier(group)
             begin = time.perf_counter_ns()
-            _layer(x, weights, out_size).sum().backward()
+            _layer(x, weights, out_size).backward(gradient)
             if device == "cuda":
                 torch.cuda.synchronize()
             samples.append(float(time.perf_counter_ns() - begin))
         times.append(statistics.median(samples[1:]))
     return LayerTimes(tokens, tuple(times), _kept_bytes(weights, out_size, shape, model, device))
+
+
+def _random(rows: int, columns: int, *, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(rows, columns, device=device).to(dtype)
 
 
 def _layer(x: Tensor, weights: list[Tensor], out_size: int) -> Tensor:
