@@ -39,6 +39,10 @@ def test_speeds_are_relative_rounded_and_near_ones_are_left_alone() -> None:
         1000,
     )
     assert agreed_speeds([(0, 0), (1000, 1000)], [1000, 1000]) is None
+    for idle in range(4):  # ranks compute just as fast as assumed, so nothing changes, whichever has no work
+        taken = [1000, 1000, 500, 500]
+        told = [(0, 0) if rank == idle else (speed, 1000) for rank, speed in enumerate(taken)]
+        assert agreed_speeds(told, taken) is None, idle
     assert agreed_speeds([(1, 10**9), (1000, 1000), (1000, 1000)], [1000] * 3) == (100, 1000, 1000)
 
 

@@ -74,16 +74,19 @@ def agreed_speeds(measured: Sequence[tuple[int, int]], taken: Sequence[int]) -> 
     """Return new speeds of all ranks in per mille, or None if the assumed speeds ``taken`` are to be kept.
 
     ``measured`` holds, for each rank, the nanoseconds that the cost model expects for its work at nominal speed, and
-    the nanoseconds that it took. The cost model's own error is the same on all ranks, so speeds are relative: the rank
-    with the median rate gets the median of the assumed speeds. A rank without work keeps its speed. The assumed speeds
-    are kept if no rank differs by :data:`LEAST_CHANGE` or more, or if fewer than two ranks have measurements.
+    the nanoseconds that it took. The cost model's own error is the same on all ranks, so speeds are relative: of the
+    ranks with measurements, the one with the median rate gets the median of their assumed speeds. A rank without work
+    keeps its speed. The assumed speeds are kept if no rank differs by :data:`LEAST_CHANGE` or more, or if fewer than
+    two ranks have measurements.
     """
     scale = NOMINAL_SPEED * NOMINAL_SPEED
     rates = [max(1, scale * expected // took) if expected and took else 0 for expected, took in measured]
     known = sorted(rate for rate in rates if rate)
     if len(known) < 2:
         return None
-    middle, base = known[len(known) // 2], sorted(taken)[len(taken) // 2]
+    # Both medians are of the same ranks: one rank without work must not make all others faster or slower than it.
+    assumed = sorted(speed for rate, speed in zip(rates, taken, strict=True) if rate)
+    middle, base = known[len(known) // 2], assumed[len(assumed) // 2]
     found = []
     for rate, speed in zip(rates, taken, strict=True):
         exact = base * rate // middle if rate else speed
