@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -226,6 +226,11 @@ def test_defaults_are_what_the_documentation_says() -> None:
     assert planner(head_dim=48)([5]).shape.v_head_dim == 48
 
 
+def test_a_multiple_may_be_an_integer_of_numpy() -> None:
+    asked, multiple = planner(strategy="blocks"), cast(int, np.int64(64))
+    assert asked(LENGTHS, tokens="equal", pad_to=multiple) == asked(LENGTHS, tokens="equal", pad_to=64)
+
+
 @pytest.mark.parametrize("lengths", [[4096] * 8, [60_000, 300, 20, 7], [500, 1], [30_000, 29_000, 5_000, *[100] * 40]])
 def test_a_plan_says_which_strategy_placed_it(lengths: list[int]) -> None:
     """A plan loaded from a file says so as well, and planning with that strategy gives the same placement."""
@@ -318,6 +323,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "unknown tokens": ({}, {"tokens": "same"}, ["'same'", "'priced'", "'equal'"]),
     "pad_to without equal": ({}, {"pad_to": 8}, ["pad_to=8", "tokens='equal'"]),
     "pad_to 0": ({}, {"tokens": "equal", "pad_to": 0}, ["pad_to=0", "at least 1"]),
+    "pad_to a flag": ({}, {"tokens": "equal", "pad_to": True}, ["pad_to=True", "whole number"]),
     "equal with layout": ({}, {"tokens": "equal", "layout": "zigzag"}, ["layout", "tokens='equal'"]),
     "tolerance with equal": ({"token_tolerance": 0.1}, {"tokens": "equal"}, ["token_tolerance", "tokens='equal'"]),
     "tolerance with layout": ({"token_tolerance": 0.1}, {"layout": "zigzag"}, ["token_tolerance", "layout"]),

@@ -160,12 +160,12 @@ class Planner:
             )
         batch = self._batch(lengths, mask, masks)
         _checked_tokens(tokens, pad_to, fixed=False)
-        cap = batch.tokens
+        cap, multiple = batch.tokens, 1  # without a cap on tokens, only memory divides the batch
         if self.max_tokens_per_rank is not None:
-            cap = self.max_tokens_per_rank // (pad_to or 1) * (pad_to or 1)
+            cap, multiple = self.max_tokens_per_rank, pad_to or 1
         loads, least = document_loads(batch, self.shape, self.cost), 1
         while True:
-            parts = split(batch.lengths, loads, self.cluster.ranks, cap, least)
+            parts = split(batch.lengths, loads, self.cluster.ranks, cap, least, multiple)
             try:
                 return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]
             except Refused:
@@ -210,7 +210,7 @@ class Planner:
             argument=self.argument,
             layout=maps,
             equal_tokens=equal,
-            pad_to=pad_to or 1,
+            pad_to=int(pad_to or 1),
             compute_tolerance=self.compute_tolerance,
             token_tolerance=self.token_tolerance,
             max_tokens_per_rank=self.max_tokens_per_rank,
@@ -274,7 +274,8 @@ def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
     """
     if tokens not in ("balanced", "priced", "equal"):
         raise ValueError(f"tokens must be 'balanced', 'priced' or 'equal'; got {tokens!r}")
-    if pad_to is not None and (tokens != "equal" or not isinstance(pad_to, int) or pad_to < 1):
+    whole = isinstance(pad_to, Integral) and not isinstance(pad_to, bool)
+    if pad_to is not None and (tokens != "equal" or not whole or pad_to < 1):
         raise ValueError(
             f"pad_to is a whole number of at least 1 and needs tokens='equal'; got pad_to={pad_to!r}, tokens={tokens!r}"
         )

@@ -135,6 +135,14 @@ def test_a_document_over_the_whole_cap_is_named() -> None:
         split([3, 33, 40], [1, 1, 1], 4, 8)
 
 
+def test_refusals_name_the_cap_and_the_multiple_that_were_given() -> None:
+    planner = Planner(4, 2, 16, cluster=cluster("cpu", 1, 2), strategy="blocks", max_tokens_per_rank=100)
+    with pytest.raises(ValueError, match=r"max_tokens_per_rank=100 in multiples of pad_to=64 \(128\)"):
+        planner.micro_batches([60, 150], tokens="equal", pad_to=64)
+    with pytest.raises(ValueError, match=r"max_tokens_per_rank=100 is below pad_to=128.*raise the cap to at least 128"):
+        planner.micro_batches([60, 60], tokens="equal", pad_to=128)
+
+
 @pytest.mark.parametrize(("ranks", "cap"), [(0, 5), (2, 0), (-1, 5)])
 def test_no_room_at_all_is_refused(ranks: int, cap: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):

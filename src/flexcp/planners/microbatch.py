@@ -52,14 +52,19 @@ def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
 
 
 def split(
-    lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int, cap: int, least: int = 1
+    lengths: Sequence[int] | Ints,
+    loads: Sequence[int] | Ints,
+    ranks: int,
+    cap: int,
+    least: int = 1,
+    pad_to: int = 1,
 ) -> list[list[int]]:
     """Return the documents of each micro-batch, as indices: every document once, loads balanced.
 
-    ``lengths`` and ``loads`` are the tokens and the cost of each document. ``cap`` is the most tokens that a rank keeps
-    (a multiple of ``pad_to`` if tokens are padded), so a micro-batch has at most ``cap * ranks``. ``least`` is the
-    least number of micro-batches. Raise Refused if a document alone has too many tokens, ValueError if arguments do not
-    match.
+    ``lengths`` and ``loads`` are the tokens and the cost of each document. ``cap`` is the most tokens that a rank
+    keeps, of which whole multiples of ``pad_to`` are used; a micro-batch has at most so many on all ranks. ``least`` is
+    the least number of micro-batches. Raise Refused if a document alone has too many tokens, ValueError if arguments do
+    not match.
     """
     tokens, costs = [int(n) for n in lengths], [int(x) for x in loads]
     if len(tokens) != len(costs):
@@ -68,12 +73,18 @@ def split(
         raise ValueError(
             f"micro-batches need at least 1 rank and a cap of at least 1 token; got {ranks} ranks and a cap of {cap}"
         )
-    room = cap * ranks
+    if cap < pad_to:
+        raise ValueError(
+            f"max_tokens_per_rank={cap} is below pad_to={pad_to}, so no rank may keep a token; raise the cap to at "
+            f"least {pad_to}, or lower pad_to"
+        )
+    room = cap // pad_to * pad_to * ranks
+    multiples = f" in multiples of pad_to={pad_to}" if pad_to > 1 else ""
     for document, n in enumerate(tokens):
         if n > room:
             raise Refused(
                 f"document {document} has {n} tokens, more than all {ranks} ranks hold together with "
-                f"max_tokens_per_rank={cap} ({room}); raise the cap, add ranks, or cut the document"
+                f"max_tokens_per_rank={cap}{multiples} ({room}); raise the cap, add ranks, or cut the document"
             )
     count = max(least, -(-sum(tokens) // room))
     while (found := _fitted(tokens, costs, count, room)) is None:
