@@ -169,6 +169,22 @@ SINGLE = {
         ["advise", "words.jsonl", "--tokenizer", "no.json"],
         ["no.json: there is no such file"],
     ),
+    "plan: one file for plan and report": (
+        ["plan", "--lengths", "40,7", "--save", "a.plan", "--html", "./a.plan"],
+        ["--save and --html are the same file, a.plan"],
+    ),
+    "simulate: one file for events and report": (
+        ["simulate", "--lengths", "40,7", "--events", "a.json", "--html", "a.json"],
+        ["--events and --html are the same file, a.json"],
+    ),
+    "show: a report in place of the plan": (
+        ["show", "two", "--html", "two"],
+        ["FILE and --html are the same file, two"],
+    ),
+    "accept: one file for both results": (
+        ["accept", "--write", "a.json", "--html", "a.json"],
+        ["--write and --html are the same file, a.json"],
+    ),
     "compare: no strategies": (["compare", "--lengths", "40,7", "--strategies", ","], ["','", "auto,zigzag:8"]),
     "compare: documents over the cap": (
         ["compare", "--lengths", "40,7", "--ranks", "2", "--max-tokens-per-rank", "10"],

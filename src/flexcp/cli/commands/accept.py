@@ -71,6 +71,7 @@ def accept(
     """
     if not timeout > 0:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}")
+    o.refuse_same_file(write=write, html=html, write_cost=write_cost)
     setting = _setting(described, cluster, rehearsal, strategies, lengths, dtype, cost)
 
     def written(found: Acceptance) -> None:

@@ -37,6 +37,7 @@ def plan(
 
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
+    o.refuse_same_file(save=save, html=html)
     planner, lengths = asked.taken(asked.made_planner(HEADS))
     times, found = [], None
     with compiling():

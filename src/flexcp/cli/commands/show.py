@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flexcp.cli.shared.model_and_cluster_options import MOST_RANKS
-from flexcp.cli.shared.options import Html, Json
+from flexcp.cli.shared.options import Html, Json, refuse_same_file
 from flexcp.cli.shared.reports import report_plan
 
 LARGEST = 1 << 28
@@ -29,6 +29,7 @@ def show(file: File, check: Check = False, html: Html = None, as_json: Json = Fa
     from flexcp.cli.commands.plan import summary
     from flexcp.plan.file import PlanFormatError, load_plan
 
+    refuse_same_file(file=file, html=html)
     data = _read(file)
     try:
         plan = load_plan(data)

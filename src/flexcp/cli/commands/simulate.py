@@ -40,6 +40,7 @@ def simulate(
     """
     from flexcp.compare.compare import compare
 
+    o.refuse_same_file(events=events, html=html)
     scenario = described.scenario()
     with compiling(f"planning and simulating {strategy}"):
         asked = (scenario.request, [strategy], scenario.rules)

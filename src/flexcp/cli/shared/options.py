@@ -58,6 +58,22 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def refuse_same_file(**given: Path | None) -> None:
+    """Raise ValueError if two of these files are the same: what is written second would replace the first.
+
+    They are given by parameter name, None if not given; ``file`` is the argument, which the command reads. A device, a
+    pipe or a stream may be given twice, because nothing in it is replaced.
+    """
+    seen: dict[str, str] = {}
+    for name, path in given.items():
+        if path is None or stream_to(path) is not None or (path.exists() and not path.is_file()):
+            continue
+        option = "FILE" if name == "file" else f"--{name.replace('_', '-')}"
+        first = seen.setdefault(os.path.realpath(path), option)
+        if first != option:
+            raise ValueError(f"{first} and {option} are the same file, {path}; give {option} another one")
+
+
 def startable(option: typer.CallbackParam, ranks: int) -> int:
     """Return the number of ranks that a command will start on this machine; raise ValueError if it cannot."""
     from flexcp.measure.ranks import check_size
