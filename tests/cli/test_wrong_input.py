@@ -154,6 +154,11 @@ SINGLE = {
         for words in (["calibrate"], ["demo"], ["train"], ["bench", "step", "--lengths", "40,7"])
     },
     "verify: more ranks than can be started": (["verify", "--lengths", "40,7", "--ranks", "300"], ["at most 256"]),
+    "verify: a seed beyond 64 bits": (
+        ["verify", "--lengths", "40,7", "--seed", "99999999999999999999"],
+        ["--seed is a whole number of at most 9223372036854775807", "got 99999999999999999999"],
+    ),
+    "verify: a seed of a replay": (["verify", "@words", "--seed", "-9223372036854775808"], ["--seed", "got -922337"]),
     "fuzz: minutes without a number": (
         ["fuzz", "--minutes", "nan"],
         ["--minutes, --cases and --jobs are 0 or more", "nan"],

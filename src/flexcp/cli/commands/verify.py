@@ -35,6 +35,8 @@ DumpPath = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
+LARGEST_SEED = (1 << 63) - 1
+"""The largest seed; torch refuses larger ones on the ranks, and a replay would take that for a mistake of the plan."""
 Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
 
 
@@ -71,6 +73,8 @@ def verify(
     Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or `flexcp verify
     @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count then).
     """
+    if abs(seed) > LARGEST_SEED:
+        raise ValueError(f"--seed is a whole number of at most {LARGEST_SEED}; got {seed}")
     if bool(dump) == bool(asked.batch.lengths):
         raise ValueError("verify takes either --lengths, for a plan made now, or @DUMP, for those of a dump")
     if dump:
