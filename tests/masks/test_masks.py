@@ -490,6 +490,10 @@ def test_regular_key_ranges_become_few_slices() -> None:
     ("make", "message"),
     [
         (lambda: masks.from_mask_mod(lambda *_: True, 5), "mask_mod returned True; it returns a tensor"),
+        (
+            lambda: masks.from_mask_mod(lambda b, h, q, k: q[:3] >= k[:, :3], 5),
+            r"mask_mod returned a tensor of shape \(3, 3\) for 5 queries and 5 keys",
+        ),
         (lambda: masks.from_mask_mod("causal", 5), "mask_mod is a function .*; got 'causal'"),
         (lambda: masks.from_key_ranges(None), "ranges is a list .*; got None"),
         (lambda: masks.from_key_ranges([[(0, 1)], [(0,)]]), r"query 1: key ranges are \[\(start, end\), ...\]; got"),

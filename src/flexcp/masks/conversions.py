@@ -108,7 +108,13 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
         found = mask_mod(zero, zero, queries[:, None], keys[None, :])
         if not isinstance(found, torch.Tensor):
             raise ValueError(f"mask_mod returned {found!r}; it returns a tensor of True and False for every pair")
-        seen = found.expand(len(queries), length).numpy()
+        shape = (len(queries), length)
+        if len(found.shape) > 2 or any(n not in (1, m) for n, m in zip(found.shape[::-1], shape[::-1], strict=False)):
+            raise ValueError(
+                f"mask_mod returned a tensor of shape {tuple(found.shape)} for {shape[0]} queries and {shape[1]} keys; "
+                "it returns one of True and False for every pair, computed from q_idx and kv_idx"
+            )
+        seen = found.expand(shape).numpy()
         padded = np.zeros((len(queries), length + 2), np.int8)
         padded[:, 1:-1] = seen != 0
         edges = np.diff(padded, axis=1)
