@@ -33,11 +33,12 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
   most documents are short and easily distributed, and a candidate is tried only if its price promises a gain of more
   than 1 / ``WORTH_TRYING``.
 - **Effort.** No clock is used. ``effort`` is how many candidates may be placed: 2 means ``blocks`` and the most
-  promising static candidate; the default adds ``groups`` and the static candidates that can still win; ``HIGH_EFFORT``
-  adds ``hypergraph`` if Mt-KaHyPar is installed. Below ``HIGH_EFFORT``, static methods with more than ``LARGE``
-  transfers are passed over, because scheduling one would take longer than all others together. If the request gives no
-  effort, more candidates are placed and simulated as long as their plans have fewer than ``FEW_TRANSFERS`` transfers
-  together: prices are least certain in small batches, whose plans take little time to simulate.
+  promising static candidate; the default adds ``groups``, planners of other systems on few ranks, and the static
+  candidates that can still win; ``HIGH_EFFORT`` adds ``hypergraph`` if Mt-KaHyPar is installed. Below ``HIGH_EFFORT``,
+  static methods with more than ``LARGE`` transfers are passed over, because scheduling one would take longer than all
+  others together. If the request gives no effort, more candidates are placed and simulated as long as their plans have
+  fewer than ``FEW_TRANSFERS`` transfers together: prices are least certain in small batches, whose plans take little
+  time to simulate.
 
 If the user gave tolerances or limits on memory or peers, candidates that break one are dropped. As long as all
 candidates break one, more are tried than the effort says.

@@ -113,8 +113,8 @@ class Candidate:
 def find_candidates(request: Request, effort: int) -> list[Candidate]:
     """Return all candidates of ``auto`` for a request, the static ones first.
 
-    ``effort`` is that of ``auto``: ``groups`` and settings of ``blocks`` need more than ``LEAST_EFFORT``,
-    ``hypergraph`` needs ``HIGH_EFFORT``. Of equally fast candidates, the first is to be taken.
+    ``effort`` is that of ``auto``: ``groups``, settings of ``blocks`` and planners of other systems need more than
+    ``LEAST_EFFORT``, ``hypergraph`` needs ``HIGH_EFFORT``. Of equally fast candidates, the first is to be taken.
     """
     # Auto's effort is a number of candidates. Each candidate gets its own default effort.
     asked = replace(request, effort=None)
