@@ -76,8 +76,9 @@ def attention(
     of this layer sees, itself included, or 0 for a layer without a window; a plan without such a mask raises
     ValueError. ``scale`` defaults to ``head_dim ** -0.5``. ``softcap`` bounds logits by
     ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head, which takes part in the
-    softmax but has no value; its gradient, like that of any parameter, is this rank's share. ``dropout`` other than 0
-    and a ``bias`` raise NotImplementedError.
+    softmax but has no value; its gradient, like that of any parameter, is this rank's share. ``dropout`` other than
+    0, a ``bias``, and a ``scale`` or ``softcap`` that requires a gradient raise NotImplementedError. So do derivatives
+    by ``torch.func``; second derivatives are refused in their backward.
 
     ``kernel`` overrides the choice of :func:`flexcp.executor.kernels.choose.choose_kernel`; ``step.kernels`` says which
     kernel ran and why. ``deterministic`` makes gradients bitwise the same in every run. On a GPU the kernels leave some
