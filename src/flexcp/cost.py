@@ -19,9 +19,9 @@ The default values are analytic. Attention is fitted to one H200. With 560 per m
 tiles of 128 x 128) as the price of a row tile, the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal
 documents in 16,384 tokens; our Triton kernel measured 546, 382 and 190 when this was fitted. FlexAttention's 411, 273
 and 142 then lay on the same curve with 420 per mille. On Hopper GPUs newer kernels run. These prices miss the
-``hopper`` kernel, which needs no extra package, by 10 % in the median, and are 23 % too high for the kernels of
-``flexcp[fa4]``, whose users should calibrate. A model fitted on the user's machine (``flexcp calibrate``) has the same
-fields and is read from a JSON file. A predicted gain counts as a gain only if it exceeds ``error_permille``;
+``hopper`` kernel, which needs no extra package, by 10 % in the median, and the faster kernels of ``flexcp[fa4]`` by
+15 %, so their users should calibrate. A model fitted on the user's machine (``flexcp calibrate``) has the same fields
+and is read from a JSON file. A predicted gain counts as a gain only if it exceeds ``error_permille``;
 :mod:`flexcp.known_errors` lists the errors of past predictions.
 
 Besides nanoseconds there is one relative unit, the *pair*: the attention of one (query, key) pair over all heads,
