@@ -1,6 +1,6 @@
 """Advice for a user's documents: the cost of static context parallelism, the gain from flexcp, and whether to change.
 
-The documents are dealt into passes in the order they come, each pass with as many tokens as the ranks hold. A few
+The documents are dealt into passes in the order they come, each pass with 7/8 of the tokens that the ranks hold. A few
 passes spread over the data are simulated with :func:`flexcp.compare.compare.compare`, so the times are the ones that
 ``flexcp compare`` prints for the same documents. Several answers are compared:
 

@@ -3,14 +3,14 @@
     loader = flexcp.data.Loader(dataset, planner, budget=131_072, group=mesh["cp"], shuffle=True)
     for batch in loader:                                     # one epoch; each rank gets its own part of every batch
         logits = model(batch.tokens, batch.positions, batch.step)
-        loss   = cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
+        loss   = batch.step.loss(logits, batch.labels, gradients="averaged")    # under DDP, which averages
 
 A batch is made in four steps. A source gives the documents at the next places of the epoch (``reading/``);
 ``next_batch`` collects documents up to the token budget; planner processes plan the batch while earlier steps train
-(``planning_pool.py``, ``plan_sharing.py``); and when the batch is due, its plan is bound and this rank's rows are read
-or received (``reading/row_sharing.py``). The state of a loader is its place in the epoch, which moves on when a batch
-is handed out. Everything ahead of this place can be made again, so a state is small, and look-ahead, number of workers
-and number of ranks may change from run to run.
+(``planning/planning_pool.py``, ``planning/plan_sharing.py``); and when the batch is due, its plan is bound and this
+rank's rows are read or received (``reading/row_sharing.py``). The state of a loader is its place in the epoch, which
+moves on when a batch is handed out. Everything ahead of this place can be made again, so a state is small, and
+look-ahead, number of workers and number of ranks may change from run to run.
 
 All ranks of the group make the loader with the same arguments and take the same steps. The only threads in the training
 process are those that wait for planner processes.

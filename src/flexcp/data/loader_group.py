@@ -1,9 +1,9 @@
 """Loader group: find the ranks that share the batches of a loader, and check that the planner is for as many ranks.
 
 A loader without a group gives its batches to one rank, which is right in a script of one process. In a run of several
-ranks, ``group=`` was almost always forgotten: every rank then trains on all samples by itself, and the loss does not
-show it. With data parallelism, a loader without a group is right, because every rank has its own samples, but the
-loader cannot see the difference. So the user must say it, with ``group="alone"``, a group of one rank, or a torch
+ranks, a missing ``group=`` is nearly always a mistake: every rank then trains on all samples by itself, and the loss
+does not show it. With data parallelism, a loader without a group is right, because every rank has its own samples, but
+the loader cannot see the difference. So the user must say it, with ``group="alone"``, a group of one rank, or a torch
 ``DistributedSampler``; otherwise there is a warning.
 
 Loaders of other groups choose their numbers of micro-batches by themselves, so there is a warning for these, too.
