@@ -54,6 +54,25 @@ def test_a_correction_is_in_force_from_its_step_on() -> None:
     assert read_corrections([each.plain() for each in told], 3) == []
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[0, 7, [900.5, 1000]]],
+        [[0, "7", [900, 1000]]],
+        [[0, 7, [True, 1000]]],
+        [[-1, 7, [900, 1000]]],
+        [[0, 7, [0, 1000]]],
+        [[0, 7, []]],
+        [[0, 7, [900, 1000]], [0, 3, [800, 1000]]],
+        [[0, 7]],
+        7,
+    ],
+)
+def test_damaged_corrections_are_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"this state of a Loader is damaged: its speeds are"):
+        read_corrections(values, 2)
+
+
 def slowed(rank: int, slow: int | None) -> Any:
     """Patch measurements so that work takes the expected time, but on rank ``slow`` as long as at 70 % of its speed.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from flexcp.clusters import NOMINAL_SPEED
@@ -44,18 +45,19 @@ def read_corrections(values: Sequence[Any], ranks: int) -> list[Correction]:
 
     Raise ValueError if the values are not corrections.
     """
-    found = []
     try:
-        for epoch, step, speeds in values:
-            if len(speeds) == ranks:
-                found.append(Correction(int(epoch), int(step), tuple(int(speed) for speed in speeds)))
-                if min(found[-1].speeds) < 1:
-                    raise ValueError("a speed is at least 1")
-    except (TypeError, ValueError, OverflowError):
+        read = [Correction(epoch, step, tuple(speeds)) for epoch, step, speeds in values]
+        numbers = [n for each in read for n in (each.epoch, each.step, *each.speeds)]
+        ordered = all((a.epoch, a.step) <= (b.epoch, b.step) for a, b in pairwise(read))
+        # Speeds that are rounded or put in order here would plan other steps than those of the run that saved them.
+        right = ordered and all(type(n) is int and n >= 0 for n in numbers) and all(min(each.speeds) for each in read)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
         raise ValueError(
             f"this state of a Loader is damaged: its speeds are {shown(values)}; load the one that state_dict() gave"
-        ) from None
-    return found
+        )
+    return [each for each in read if len(each.speeds) == ranks]
 
 
 def speeds_at(corrections: Sequence[Correction], epoch: int, step: int) -> tuple[int, ...] | None:
