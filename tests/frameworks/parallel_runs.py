@@ -500,3 +500,29 @@ def logits_or_message(
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return step.gather(found.detach())
+
+
+def copies_of_a_shared_model(group: dist.ProcessGroup) -> dict[str, list[bool]]:
+    """Return for a model whose forwards are shared, and for a copy of it, whether forward and generate are their own.
+
+    The copy is made when the model is shared already, and then the weights of the model change.
+    """
+    from flexcp.frameworks import huggingface
+    from flexcp.frameworks.shared_forward import share_forward
+
+    model, *alone = (make_model(Run("llama", dtype="float32"), "eager") for _ in range(3))
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, dist.get_world_size(group)))
+    share_forward(model, planner, group)
+    twin = copy.deepcopy(model)
+    ids = torch.arange(1, 9)[None] + dist.get_rank(group)
+    found = {}
+    with torch.no_grad():
+        for one in (model, alone[0]):
+            for number, weight in enumerate(one.parameters()):
+                weight.add_(torch.sin(torch.arange(weight.numel()) + number).view_as(weight) * 0.3)
+        for name, shared, own in (("model", model, alone[0]), ("copy", twin, alone[1])):
+            right = own(input_ids=ids, use_cache=False).logits
+            many = [x.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist() for x in (shared, own)]
+            again = shared(input_ids=ids).logits  # generating leaves the forward shared
+            found[name] = [torch.allclose(again, right, atol=1e-5), many[0] == many[1]]
+    return found

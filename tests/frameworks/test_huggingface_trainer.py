@@ -4,6 +4,8 @@ share every batch, have the same numbers.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import shutil
 import warnings
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import labels_of_some_ranks
+from parallel_runs import copies_of_a_shared_model, labels_of_some_ranks
 from trainer_runs import Case, evaluated, evaluated_shares, one_process, trained, with_accelerate
 
 import flexcp
@@ -156,6 +158,20 @@ def test_a_shared_forward_has_the_models_signature() -> None:
     for _ in range(2):
         share_forward(model, planner)
         assert [inspect.signature(method) for method in (model.forward, model.generate)] == names
+
+
+def test_a_copy_of_a_shared_model_runs_its_own_weights(pool: RankPool) -> None:
+    """Averages of weights and reference policies are deep copies, which hold the methods of the model they are of."""
+    for found in pool.run(copies_of_a_shared_model, ranks=2):
+        assert found == {"model": [True, True], "copy": [True, True]}
+
+
+def test_a_copy_of_a_shared_model_whose_forward_is_bound_to_nothing_is_refused() -> None:
+    model = make_model(Run("llama", dtype="float32"), "eager")
+    model.forward = functools.partial(type(model).forward, model)
+    share_forward(model, huggingface.planner(model, flexcp.cluster("cpu", 1, 1)))
+    with pytest.raises(RuntimeError, match=r"make the copy first, and share each of them with share_forward"):
+        copy.deepcopy(model)(input_ids=torch.arange(4)[None])
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ The size of what travels is up to the model's output: a few numbers per token fo
 ``labels`` is computed where the rows are: this rank's share of the batch's mean, for averaged gradients.
 
 ``model.generate`` runs on each rank alone, with the model's original attention.
+
+A deep copy of the model (a reference policy, an average of weights) has a shared forward too, which runs the copy's
+own weights: the functions that stand in the place of ``forward`` and ``generate`` are the same, so they go by the model
+that they are called on.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -71,36 +76,37 @@ class SharedForward:
 
     def __init__(self, model: PreTrainedModel, planner: LastPlan, group: dist.ProcessGroup | None) -> None:
         self.planner, self.group = planner, group
-        self.model = model
         self.own_attention = model.config._attn_implementation
         self.own_forward = model.forward
         self.names = list(inspect.signature(model.forward).parameters)
         self.watch: Callable[[Step], None] | None = None
         """Called with the step of every forward, if set."""
-        self.paused = False
+        self.paused: WeakSet[nn.Module] = WeakSet()
+        """The model and copies of it that run alone at the moment."""
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Use the model's own forward and attention inside the ``with`` block, on each rank alone.
+    def pause(self, model: PreTrainedModel) -> Iterator[None]:
+        """Use the own forward and attention of ``model`` inside the ``with`` block, on each rank alone.
 
-        If the model's own attention was flexcp's already, it is ``"sdpa"`` there.
+        ``model`` is the one that was shared, or a copy of it. If its own attention was flexcp's already, it is
+        ``"sdpa"`` there.
         """
-        if self.paused:
+        if model in self.paused:
             yield
             return
-        self.paused = True
-        self.model.set_attn_implementation("sdpa" if self.own_attention == NAME else self.own_attention)
+        self.paused.add(model)
+        model.set_attn_implementation("sdpa" if self.own_attention == NAME else self.own_attention)
         try:
             yield
         finally:
-            self.model.set_attn_implementation(NAME)
-            self.paused = False
+            model.set_attn_implementation(NAME)
+            self.paused.discard(model)
 
-    def run(self, keywords: Mapping[str, Any]) -> Any:
+    def run(self, keywords: Mapping[str, Any], own_forward: Callable[..., Any]) -> Any:
         """Return the model's output for this rank's documents, computed by all ranks together.
 
-        ``keywords`` are those of the model's forward; every rank must call this. Raise RuntimeError if the model did
-        not use the step.
+        ``keywords`` are those of the model's forward, and ``own_forward`` is that forward; every rank must call this.
+        Raise RuntimeError if the model did not use the step.
         """
         _refuse_keywords(keywords)
         batch = read_batch({name: value for name, value in keywords.items() if name in KNOWN})
@@ -121,7 +127,7 @@ class SharedForward:
             given["num_items_in_batch"] = _share_count(rows, group)
         if self.watch is not None:
             self.watch(rows.step)
-        output = self.own_forward(**given)
+        output = own_forward(**given)
         if not rows.step.calls:
             raise RuntimeError(not_used(rows.step))
         return _returned(output, rows, batch, keywords)
@@ -142,21 +148,39 @@ def share_forward(
     turn_on(model)
 
     @functools.wraps(model.forward)
-    def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        if shared.paused or keywords.get("step") is not None:
-            return shared.own_forward(*arguments, **keywords)
-        return shared.run(dict(zip(shared.names, arguments, strict=False)) | keywords)
+    def forward(self: PreTrainedModel, *arguments: Any, **keywords: Any) -> Any:
+        own_forward = _method_of(self, shared.own_forward, model)
+        if self in shared.paused or keywords.get("step") is not None:
+            return own_forward(*arguments, **keywords)
+        return shared.run(dict(zip(shared.names, arguments, strict=False)) | keywords, own_forward)
 
     own_generate = model.generate
 
     @functools.wraps(own_generate)
-    def generate(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        with shared.pause():
-            return own_generate(*arguments, **keywords)
+    def generate(self: PreTrainedModel, *arguments: Any, **keywords: Any) -> Any:
+        with shared.pause(self):
+            return _method_of(self, own_generate, model)(*arguments, **keywords)
 
     model.forward = _bound(forward, model, model.forward)
     model.generate = _bound(generate, model, own_generate)
     return shared
+
+
+def _method_of(owner: nn.Module, method: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """Return a method of ``model`` as that of ``owner``, which is the model itself or a copy of it.
+
+    ``copy.deepcopy`` binds the functions in the place of ``forward`` and ``generate`` to the copy, but not the methods
+    that they hold: those would run the weights of the model that was copied. Raise RuntimeError for a copy if what
+    stands in the place of the method is bound to no model.
+    """
+    if owner is model:
+        return method
+    if getattr(method, "__self__", None) is not model:
+        raise RuntimeError(
+            f"this {type(owner).__name__} is a copy of a model whose forwards are shared, and {method!r} would run the "
+            "weights of that model: make the copy first, and share each of them with share_forward"
+        )
+    return types.MethodType(method.__func__, owner)  # type: ignore[attr-defined]  # __self__ says that it is bound
 
 
 def _bound(function: Callable[..., Any], model: nn.Module, replaced: Callable[..., Any]) -> types.MethodType:
