@@ -39,7 +39,7 @@ from flexcp.frameworks import huggingface, used
 from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
 from flexcp.measure.ranks import RankPool
 from flexcp.models.config import read_config
-from lib.model_runs import FAMILIES, WINDOW, Run, make_config, make_model, train_alone
+from lib.model_runs import FAMILIES, SIZES, WINDOW, Run, make_config, make_model, train_alone
 
 LENGTHS = [20, 1, 9, 3]
 TOKENS = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -600,6 +600,26 @@ def test_learned_positions_are_those_of_the_model_itself(family: str, more: dict
     planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
     found = model(**huggingface.inputs(TOKENS, flexcp.bind(planner(LENGTHS)))).logits[0]
     torch.testing.assert_close(found, alone, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 1, "num_experts": 2}), ("phimoe", {})],
+)
+def test_windows_that_only_the_models_masks_have_are_kept(family: str, more: dict[str, Any]) -> None:
+    """Layers of these families do not pass their window on to attention, and flexcp has no mask of the model."""
+    sizes = SIZES | {"sliding_window": WINDOW, "intermediate_size": 16, "moe_intermediate_size": 16}
+    config = AutoConfig.for_model(family, **(sizes | {"num_experts_per_tok": 1, "initializer_range": 0.2} | more))
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", dtype=torch.float64).eval()
+    alone = torch.cat([model(d[None], use_cache=False).logits[0] for d in TOKENS.split(LENGTHS)])
+    huggingface.turn_on(model)
+    masks = huggingface.masks(model)
+    assert masks["window"] == (flexcp.masks.window(WINDOW - 1), 2 if family == "phimoe" else 1)
+    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, 1), strategy="dp")
+    found = model(**huggingface.inputs(TOKENS, flexcp.bind(planner(LENGTHS, masks=masks)))).logits[0]
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+    packed = model(TOKENS[None], position_ids=POSITIONS[None], use_cache=False).logits[0]
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:

@@ -36,7 +36,7 @@ from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_attention import NAME as NAME
 from flexcp.frameworks.huggingface_attention import chunks_named, flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
-from flexcp.frameworks.huggingface_layers import CHUNKED, PLANNED, refuse_unless_handled
+from flexcp.frameworks.huggingface_layers import CHUNKED, PLANNED, SLIDING, refuse_unless_handled
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
 from flexcp.masks import Mask, causal, chunked, window, windowed
 from flexcp.masks.mask import TREE
@@ -120,7 +120,7 @@ def masks(
     config = _text_config(model)
     layers = int(config.num_hidden_layers)
     keys = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers
+    kinds = getattr(config, "layer_types", None) or [SLIDING if keys else "full_attention"] * layers
     unknown = set(kinds) - PLANNED
     if unknown:
         raise NotImplementedError(
@@ -128,7 +128,7 @@ def masks(
             "give planner(lengths, masks={'name': (mask, layers)}) those of the attention layers yourself, and first "
             "adapt layers that mix tokens otherwise (docs/frameworks.md#hybrid-models)"
         )
-    windows, chunks = (sum(kind == name for kind in kinds) for name in ("sliding_attention", CHUNKED))
+    windows, chunks = (sum(kind == name for kind in kinds) for name in (SLIDING, CHUNKED))
     found: dict[str, tuple[MaskLike, int]] = {}
     if windows + chunks < layers:
         found["full"] = (causal() if mask is None else mask, layers - windows - chunks)

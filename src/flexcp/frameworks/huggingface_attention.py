@@ -1,7 +1,8 @@
 """The attention and mask functions that :mod:`flexcp.frameworks.huggingface` registers with Transformers.
 
-The window of a layer is a keyword of its attention function. Whether a layer attends inside chunks follows only from
-its place in the configuration's ``layer_types``.
+The window of a layer is a keyword of its attention function, or, where the model puts windows into its masks alone, a
+matter of the configuration. Whether a layer attends inside chunks follows only from its place in the configuration's
+``layer_types``.
 
 Anything that flexcp cannot do raises: dropout, padding, 4-D masks, bidirectional layers, biases, KV caches from earlier
 calls, attention weights as output, and unknown keywords.
@@ -20,7 +21,7 @@ from flexcp.executor.attention import attention
 from flexcp.executor.layer_masks import MissingMaskError
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
-from flexcp.frameworks.huggingface_layers import CHUNKED, refuse_growing_rope, refuse_other_layers
+from flexcp.frameworks.huggingface_layers import CHUNKED, SLIDING, refuse_growing_rope, refuse_other_layers
 from flexcp.frameworks.llama4_temperature import retuned
 from flexcp.frameworks.router_loss import refuse_whole_router_loss
 from flexcp.frameworks.shared_batch import lengths_of
@@ -51,6 +52,8 @@ ELSEWHERE = frozenset(
     }
 )
 """Keywords that reach attention functions but are meant for other parts of a model."""
+_WINDOW_IN_MASKS = frozenset({"phimoe"})
+"""Families whose layers all have the configuration's window, which only the masks of the model say."""
 WITH_MASKS = (
     "plan with the masks of the model's layers: planner(lengths, masks=huggingface.masks(model.config)), or "
     "prepared(batch, planner, masks=huggingface.masks(model.config)); for trees huggingface.masks(model.config, mask)"
@@ -87,14 +90,14 @@ def flexcp_attention(
     # Under autocast a parameter kept in float32 is cast here to the activations' dtype, as in the model's own
     # attention.
     sinks = None if s_aux is None else s_aux.to(query.dtype)
-    chunk = _chunk(module)
+    chunk, keys = _chunk(module), _window(module, sliding_window)
     # Views whose backward is a view too; x[0] would make the backward fill zeros and copy the gradient into them.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if step is None or step == "alone":
         _refuse_alone(module, step)
         lengths = _lengths(query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
         q = retuned(module, q, query.shape[2], torch.cat([torch.arange(n) for n in lengths]))
-        mask = chunked(chunk) if chunk else window(sliding_window - 1) if sliding_window else causal()
+        mask = chunked(chunk) if chunk else window(keys - 1) if keys else causal()
         out = slice_attention(q, k, v, mask, lengths, scale=scaling, softcap=softcap, sinks=sinks)
         assert isinstance(out, Tensor)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -115,7 +118,7 @@ def flexcp_attention(
         q, k, v = q[:0], k[:0], v[:0]
     else:
         q = retuned(module, q, len(q), step.tables.positions)
-    layer: dict[str, Any] = {"mask": chunks_named(chunk)} if chunk else {"window": sliding_window or 0}
+    layer: dict[str, Any] = {"mask": chunks_named(chunk)} if chunk else {"window": keys}
     out = _attended(q, k, v, step, scale=scaling, softcap=softcap, sinks=sinks, **layer)
     if query.shape[2] == 1 and step.local_tokens == 0:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
@@ -155,6 +158,20 @@ def _chunk(module: nn.Module) -> int:
             f"{type(module).__name__} does not say which layer it is, so flexcp cannot tell whether it has chunks"
         )
     return int(config.attention_chunk_size) if kinds[number] == CHUNKED else 0
+
+
+def _window(module: nn.Module, given: int | None) -> int:
+    """Return the number of keys that a query of this layer sees; 0 for a layer without a window.
+
+    ``given`` is what the layer says. Layers of Qwen2-MoE and PhiMoE say nothing, because the masks that their models
+    make have the window; flexcp makes no masks, so they would see all keys.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds, number = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    listed = number is not None and number < len(kinds) and kinds[number] == SLIDING
+    if given or not (listed or getattr(config, "model_type", None) in _WINDOW_IN_MASKS):
+        return given or 0
+    return int(getattr(config, "sliding_window", None) or 0)
 
 
 def _autocast(x: Tensor) -> Tensor:

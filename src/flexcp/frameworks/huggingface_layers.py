@@ -17,7 +17,9 @@ from flexcp.models.families import REFUSED, STATE
 
 CHUNKED = "chunked_attention"
 """The name in configurations for layers whose queries see only keys of their own chunk of tokens."""
-PLANNED = frozenset({"full_attention", "sliding_attention", CHUNKED})
+SLIDING = "sliding_attention"
+"""The name in configurations for layers with a window."""
+PLANNED = frozenset({"full_attention", SLIDING, CHUNKED})
 """Kinds of layers in ``layer_types`` whose masks flexcp plans."""
 _KNOWN = PLANNED | {"attention", "moe", "mlp", "dense", "sparse"}
 """The same, with their older name and kinds of layers in which no token sees another."""
