@@ -622,6 +622,20 @@ def test_windows_that_only_the_models_masks_have_are_kept(family: str, more: dic
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["ministral3", "persimmon", "ctrl"])
+def test_packed_documents_are_attended_alone_where_layers_get_no_positions(family: str) -> None:
+    """These models pass positions to their rotary embeddings alone, and not on to attention."""
+    more: dict[str, Any] = {} if family != "ctrl" else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "dff": 48}
+    config = AutoConfig.for_model(family, **(SIZES | {"sliding_window": None, "initializer_range": 0.2} | more))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    alone = torch.cat([model(d[None], use_cache=False).logits[0] for d in TOKENS.split(LENGTHS)])
+    huggingface.turn_on(model)
+    vectors = model.get_input_embeddings()(TOKENS[None].expand(2, -1))
+    for tokens in ({"input_ids": TOKENS[None]}, {"input_ids": None, "inputs_embeds": vectors}):
+        for rows in model(**tokens, position_ids=POSITIONS[None], use_cache=False).logits:
+            torch.testing.assert_close(rows, alone, atol=1e-5, rtol=1e-5)
+
+
 def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:
     huggingface.register()
     huggingface.register()

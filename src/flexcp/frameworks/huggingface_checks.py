@@ -18,7 +18,7 @@ from flexcp.executor.step import Step
 from flexcp.executor.step_mistakes import may_look_at
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.huggingface_attention import NAME, not_passed_on, refuse_counted
-from flexcp.frameworks.huggingface_layers import CHUNKED, other_layers
+from flexcp.frameworks.huggingface_layers import other_layers
 from flexcp.frameworks.router_loss import with_shared_router_loss
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of
 from flexcp.masks import full
@@ -335,21 +335,31 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
 
 
 def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Without a step, tell a model with chunked layers the borders of documents as ``cu_seq_lens_q``.
+    """Without a step, tell a model the borders of packed documents as ``cu_seq_lens_q``.
 
-    Llama 4 does not pass positions to its attention layers, and ``cu_seq_lens_q`` reaches them.
+    Some models (Llama 4, Ministral 3, Persimmon, CTRL) do not pass positions, in which documents are told apart, on to
+    their attention, which would run across documents; ``cu_seq_lens_q`` reaches it in all of them. Rows that are one
+    document each need no borders.
     """
-    config = getattr(module, "config", None)
-    chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
-    if not chunked or isinstance(keywords.get("step"), Step) or torch.compiler.is_compiling():
+    turned_off = getattr(getattr(module, "config", None), "_attn_implementation", None) != NAME
+    if turned_off or isinstance(keywords.get("step"), Step) or torch.compiler.is_compiling():
         return None
     _, given = positions_given(module, arguments, keywords)
-    if given is None or keywords.get("cu_seq_lens_q") is not None:
+    if not isinstance(given, Tensor) or given.dim() != 2 or keywords.get("cu_seq_lens_q") is not None:
         return None
-    ids = arguments[0] if arguments else keywords.get("input_ids", keywords.get("inputs_embeds"))
-    lengths = lengths_of(given.expand(1 if ids is None else len(ids), -1))
+    inputs = (*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds"))
+    rows = next((len(x) for x in inputs if isinstance(x, Tensor)), len(given))
+    lengths = lengths_of(given.expand(rows, -1))
+    if len(lengths) == rows or not _takes_any_keyword(module):
+        return None
     borders = torch.tensor([0, *lengths], device=given.device).cumsum(0)
     return arguments, keywords | {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+
+
+def _takes_any_keyword(module: nn.Module) -> bool:
+    """Return whether a model's forward has ``**kwargs``, by which keywords reach attention."""
+    kinds = (parameter.kind for parameter in inspect.signature(module.forward).parameters.values())
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:
