@@ -419,10 +419,11 @@ def test_least_effort_is_blocks_and_one_static(tried: dict[str, list[str]], effo
 def test_more_effort_tries_more(tried: dict[str, list[str]]) -> None:
     asked = request([30_000, *[8000] * 5, *[200] * 200])
     auto(replace(asked, effort=4))
-    few = list(tried["placed"])
+    few = [name for name in tried["placed"] if name not in OTHERS]  # these are tried besides
     tried["placed"].clear()
     auto(asked)
-    assert few == tried["placed"][:4] and {"blocks", "groups:team=4"} <= set(few) and len(tried["placed"]) <= 16
+    many = [name for name in tried["placed"] if name not in OTHERS]
+    assert few == many[:4] and {"blocks", "groups:team=4"} <= set(few) and len(many) <= 16
 
 
 def test_a_small_batch_is_tried_in_every_way_unless_effort_is_given(tried: dict[str, list[str]]) -> None:
@@ -455,6 +456,26 @@ def test_planners_of_other_systems_are_taken_where_they_win(
     assert plan.strategy == taken and step_ns(plan) <= others[taken] == min(others.values())
     own = [c for c in find_candidates(asked, DEFAULT_EFFORT) if c.name.startswith(("blocks", "groups"))]
     assert all(events > 1.02 * step_ns(plan) for candidate in own for _, events in simulated(asked, candidate))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "machine", "effort"),
+    [
+        ("web", causal(), ("a100", 8, 1), 4),
+        ("longtail", shared_question(), ("h100", 2, 4), 8),
+        ("longtail", shared_question(), ("a100", 4, 2), 6),
+    ],
+)
+def test_planners_of_other_systems_take_no_candidates_place(
+    lengths: str, mask: Any, machine: tuple[str, int, int], effort: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = cluster(*machine)
+    asked = request(draw_lengths(lengths, 4096 * where.ranks, 1), mask, where, shape=Shape(32, 8, 128, 128))
+    asked = attention_only(replace(asked, effort=effort))
+    with_others = step_ns(auto_plan(asked))
+    own = [c for c in find_candidates(asked, effort) if c.name not in OTHERS]
+    monkeypatch.setattr(import_module(MODULE), "find_candidates", lambda *_: own)
+    assert with_others <= step_ns(auto_plan(asked))
 
 
 def test_planners_of_other_systems_are_for_few_ranks_and_free_layouts() -> None:

@@ -33,12 +33,12 @@ candidate can be faster than the fastest simulated one, which is taken. A candid
   most documents are short and easily distributed, and a candidate is tried only if its price promises a gain of more
   than 1 / ``WORTH_TRYING``.
 - **Effort.** No clock is used. ``effort`` is how many candidates may be placed: 2 means ``blocks`` and the most
-  promising static candidate; the default adds ``groups``, planners of other systems on few ranks, and the static
-  candidates that can still win; ``HIGH_EFFORT`` adds ``hypergraph`` if Mt-KaHyPar is installed. Below ``HIGH_EFFORT``,
-  static methods with more than ``LARGE`` transfers are passed over, because scheduling one would take longer than all
-  others together. If the request gives no effort, more candidates are placed and simulated as long as their plans have
-  fewer than ``FEW_TRANSFERS`` transfers together: prices are least certain in small batches, whose plans take little
-  time to simulate.
+  promising static candidate; the default adds ``groups`` and the static candidates that can still win; ``HIGH_EFFORT``
+  adds ``hypergraph`` if Mt-KaHyPar is installed. Above the least effort planners of other systems are tried as well on
+  few ranks, besides the numbers that are limited. Below ``HIGH_EFFORT``, static methods with more than ``LARGE``
+  transfers are passed over, because scheduling one would take longer than all others together. If the request gives no
+  effort, more candidates are placed and simulated as long as their plans have fewer than ``FEW_TRANSFERS`` transfers
+  together: prices are least certain in small batches, whose plans take little time to simulate.
 
 If the user gave tolerances or limits on memory or peers, candidates that break one are dropped. As long as all
 candidates break one, more are tried than the effort says.
@@ -164,10 +164,10 @@ class _Simulated:
 class _Search:
     """The search: what was tried so far, and what may still be tried.
 
-    ``effort`` is how many candidates may be placed, ``placed`` how many were, and ``accepted`` how many placements kept
-    all limits. ``passed_over`` is the lowest price that was not simulated, by how candidates deal documents
-    (:attr:`~flexcp.planners.auto.candidates.Candidate.dealing`). ``refusals`` say why candidates were dropped.
-    ``transfers`` counts those of all simulated plans.
+    ``effort`` is how many candidates may be placed, ``placed`` how many were (without those beyond the effort), and
+    ``accepted`` how many placements kept all limits. ``passed_over`` is the lowest price that was not simulated, by how
+    candidates deal documents (:attr:`~flexcp.planners.auto.candidates.Candidate.dealing`). ``refusals`` say why
+    candidates were dropped. ``transfers`` counts those of all simulated plans.
     """
 
     def __init__(self, request: Request, effort: int) -> None:
@@ -199,12 +199,12 @@ class _Search:
                     self._simulate(item, order)
                 else:
                     self._pass_over(price, item)
-            elif self._may_place() and self._may_simulate(item):
+            elif self._may_place(item) and self._may_simulate(item):
                 if item.closer_ns is not None:
                     closer = max(item.least_ns, item.optimistic(item.closer_ns()))
                     heapq.heappush(queue, (closer, order, 0, replace(item, least_ns=closer, closer_ns=None)))
                     continue
-                self.placed += 1
+                self.placed += not item.beyond_effort
                 variants = [(i, c) for i, c in numbered if c.variant_of == item.name]
                 for found in self._place(item):
                     self.accepted += 1
@@ -226,23 +226,24 @@ class _Search:
         """Return whether so little was simulated that numbers of candidates need no limit."""
         return self.request.effort is None and self.transfers < FEW_TRANSFERS
 
-    def _may_place(self) -> bool:
-        """Return whether another candidate may be placed."""
-        return self.placed < self.effort or not self.accepted or self._is_small()
+    def _may_place(self, candidate: Candidate) -> bool:
+        """Return whether a candidate may be placed."""
+        return candidate.beyond_effort or self.placed < self.effort or not self.accepted or self._is_small()
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         """Return whether a candidate may be simulated.
 
         Large ones may not below ``HIGH_EFFORT``, once there is a result. Others may while fewer than ``MOST_SIMULATED``
-        were, and so may small ones and the first static candidate of each way to distribute documents (by tokens, by
-        load).
+        were, and so may small ones, those beyond the effort, and the first static candidate of each way to distribute
+        documents (by tokens, by load).
         """
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
             return False
         first_of_its_dealing = candidate.is_static and all(
             s.candidate.dealing != candidate.dealing for s in self.simulated
         )
-        return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing or self._is_small()
+        counted = sum(not s.candidate.beyond_effort for s in self.simulated)
+        return counted < MOST_SIMULATED or candidate.beyond_effort or first_of_its_dealing or self._is_small()
 
     def _place(self, candidate: Candidate) -> Iterator[_Placed]:
         """Yield the placements of a candidate that keep all limits, with their prices; note why others are refused."""

@@ -40,7 +40,8 @@ HIGH_EFFORT = 64
 OTHERS: dict[str, Place] = {"minheap": minheap, "hdp": hdp, "fcp": fcp}
 """Planners of other systems that are candidates.
 
-They sometimes win with few tokens or few documents a rank, where every cut and every message is felt.
+They sometimes win with few tokens or few documents a rank, where every cut and every message is felt. They are few, so
+they are tried besides what ``effort`` allows.
 """
 MOST_RANKS_OF_OTHERS = 32
 """On more ranks they are no candidates: their plans receive much more than those of ``groups`` there, and pricing them
@@ -79,7 +80,8 @@ class Candidate:
     longer to compute, if there is one. ``regions`` and ``transfers`` are about how many its placement and the backward
     of its plan have, 0 if unknown. ``variant_of`` names the candidate of which this one has other settings, and whose
     price says whether it is worth trying. ``overpriced`` is how much its price may be above the simulated time, per
-    mille of the price.
+    mille of the price. ``beyond_effort`` says that it is placed and simulated besides the numbers that are limited, so
+    that it takes no other candidate's place.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Candidate:
     transfers: int = 0
     variant_of: str = ""
     overpriced: int = 0
+    beyond_effort: bool = False
 
     def optimistic(self, price: int) -> int:
         """Return the least time in nanoseconds that the event simulator may find, for a price or a bound on it."""
@@ -181,7 +184,8 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
         full_name = _full_name(name, argument)
         other = _full_name("blocks", variants[argument]) if argument in variants else ""
         over = OVERPRICED_DYNAMIC if name != "blocks" and request.cluster.nodes > 1 else 0
-        yield Candidate(full_name, place, asked, perfect + perfect // nearly, variant_of=other, overpriced=over)
+        found = Candidate(full_name, place, asked, perfect + perfect // nearly, variant_of=other, overpriced=over)
+        yield replace(found, beyond_effort=name in OTHERS)
 
 
 def _full_name(name: str, argument: str) -> str:
