@@ -43,7 +43,7 @@ def test_json_has_the_documented_keys(saved: Path) -> None:
     assert shown == {**{k: v for k, v in planned.items() if k not in timing}, "file_bytes": saved.stat().st_size}
     commands = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     documented = commands.partition("\n## JSON output\n")[2]
-    assert "`file_bytes`" in documented and "`flexcp show --json`" in documented
+    assert "`file_bytes`" in documented and "`flexcp show`" in documented
 
 
 def test_a_plan_in_the_place_of_a_dump_names_the_command_that_reads_it(saved: Path) -> None:
